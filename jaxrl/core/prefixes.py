@@ -33,10 +33,12 @@ def shared_prefix(before: Rollout, rollout: Rollout) -> int:
     They are the same tokens in both prompts and, where experts are recorded, were routed alike. The
     last token of the prompt is never one of them.
     """
+    # The last token of the prompt scores the first of the completion: each sequence needs its own.
     length = min(len(before.prompt), len(rollout.prompt) - 1)
     length = _agreeing(before.prompt[:length], rollout.prompt[:length])
     if before.experts is None and rollout.experts is None:
         return length
+    # One token has one routing, so that a recorded one and an unknown one cannot share it.
     if before.experts is None or rollout.experts is None:
         return 0
     return _agreeing(before.experts[:length], rollout.experts[:length])
@@ -54,10 +56,13 @@ def group_by_prompt(rollouts: Sequence[Rollout], *, row_length: int) -> list[lis
     not fit into a row is divided, and all its parts but the last fill a row."""
     groups: dict[bytes, list[int]] = {}
     for i, rollout in enumerate(rollouts):
+        # Bytes, because arrays cannot be keys of a dict.
         groups.setdefault(np.asarray(rollout.prompt, np.int64).tobytes(), []).append(i)
     units: list[list[int]] = []
     for group in groups.values():
         longest_first = sorted(group, key=lambda i: -rollouts[i].length)
+        # Parts begin with the longest, so that the part left over has the shortest and is easy to
+        # place.
         units += cut(rollouts, longest_first, row_length=row_length)
     return units
 
@@ -68,6 +73,7 @@ def cut(rollouts: Sequence[Rollout], order: Sequence[int], *, row_length: int) -
     used = row_length
     for i in order:
         length = rollouts[i].length
+        # The sequence before it has its whole prefix in the row, written or shared in turn.
         more = length - shared_prefix(rollouts[rows[-1][-1]], rollouts[i]) if rows else length
         if used + more > row_length:
             rows.append([i])
@@ -81,6 +87,7 @@ def cut(rollouts: Sequence[Rollout], order: Sequence[int], *, row_length: int) -
 def in_order(rollouts: Sequence[Rollout], units: Sequence[Sequence[int]]) -> list[int]:
     """Orders the groups of a row so that they share what their prompts have in common."""
     if len(units) > 1:
+        # In the order of a dictionary, prompts with the longest common beginning are neighbours.
         units = sorted(units, key=lambda unit: rollouts[unit[0]].prompt.tolist())
     return [i for unit in units for i in unit]
 
@@ -96,6 +103,8 @@ def seen_until(spans: Sequence[Span], *, row_length: int) -> np.ndarray:
         return until
     lengths = (span.skip + span.end - span.start for span in spans)
     ends = np.full(max(lengths), spans[-1].end)  # by position in the sequence
+    # Backwards: `ends[p]` is the start of the first later sequence that does not share the token
+    # at position p.
     for span in reversed(spans):
         until[span.start : span.end] = ends[span.skip : span.skip + span.end - span.start]
         ends[span.skip :] = span.start

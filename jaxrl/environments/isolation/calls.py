@@ -32,6 +32,8 @@ class Deadline:
         """Returns the seconds left, 0 if there are none."""
         with self._lock:
             if self._pauses:
+                # While the clock stands still there is no right moment to look again; a second is
+                # soon.
                 return max(1.0, self._until - self._since)
             return max(0.0, self._until - time.monotonic())
 
@@ -114,6 +116,7 @@ def call_each(
     def call(given: tuple[Any, ...]) -> Any:
         return _call_in_turn(now, [given], timeout=timeout)[0]
 
+    # Threads only wait here: the work is done by the processes that they start.
     threads = ThreadPoolExecutor(_PROCESSORS)
     try:
         return list(threads.map(call, arguments))
@@ -178,6 +181,7 @@ def _call_async(
     async def outcome(call: tuple[Any, ...]) -> Any:
         try:
             return convert(await function(*call))
+        # The deadline cancels the call; swallowing that would make it a result.
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit would end the loop, and all other calls

@@ -118,17 +118,21 @@ class _Host:
         }
         self.outputs = {name: bytearray() for name in self.streams}
         self._most = most
+        # A selector can wait for it, and it names this process even if the number is used again.
         self.exited = os.pidfd_open(process.pid)
 
     def read(self, name: str) -> bool:
         """Reads once from a stream, and keeps at most `limits.output` bytes; False at its end."""
         data = os.read(self.streams[name], _CHUNK)
         kept = self.outputs[name]
+        # Read even what is not kept: a full pipe would stop the program, which would then time out.
         kept += data[: self._most - len(kept)]
         return bool(data)
 
     def end(self) -> int:
         """Kills the process, if it runs, and returns its status."""
+        # This is the process outside the walls. PID 1 inside ends with it, and with PID 1 the
+        # kernel ends all other processes of the namespace.
         self.process.kill()
         status = self.process.wait()
         return status if status >= 0 else 128 - status
@@ -147,7 +151,10 @@ def _host(
         raise SandboxError(_CANNOT.format(f"this is {sys.platform}"))
     # Lone surrogates cannot be encoded; such a program is not one.
     text = walls.memory_file(source.encode(errors="replace"))
+    # Standard output belongs to the program, which could forge a report there.
     control, its_end = os.pipe()
+    # The source is a descriptor: arguments are limited in length, and a file would have to be
+    # visible inside.
     keep = (its_end, text, *(pipe.fileno() for pipe in pipes))
     seconds = int(limits.seconds) + 1  # of computing
     arguments = (seconds, limits.memory, limits.processes, *keep)
@@ -181,11 +188,13 @@ def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
                 f"the sandbox did not start within {_STARTUP_SECONDS:g} s; reduce the load on the "
                 "machine"
             )
+        # At the end of the stream nothing is read: the process ended before it was ready.
         if os.read(host.streams["control"], 1) != b"1":
             host.process.wait(_STARTUP_SECONDS)
             lines = os.read(host.streams["stderr"], _CHUNK).decode(errors="replace").splitlines()
             last = lines[-1] if lines else f"status {host.process.returncode}"
             raise SandboxError(_CANNOT.format(last))
+    # The clock starts only now: a slow start is the machine's fault, not the program's.
     return time.monotonic() + limits.seconds
 
 
@@ -199,6 +208,8 @@ def _watch(hosts: Sequence[_Host], *, until: float) -> bool:
             for name, stream in host.streams.items():
                 selector.register(stream, selectors.EVENT_READ, (host, name))
         selector.register(hosts[0].exited, selectors.EVENT_READ, (hosts[0], None))
+        # Exit and streams: a pipe may hold output when the program is gone, and a process that the
+        # program started may write to it. Other hosts are read so that they do not block.
         left = 1 + len(hosts[0].streams)
         while left:
             wait = until - time.monotonic()

@@ -102,11 +102,15 @@ def attention(
         return tree_attention(q, k, v, keys, queries, scoring=scoring, precision=precision)
     (batch, length, heads, _), width = q.shape, v.shape[-1]
     groups = heads // k.shape[2]
+    # The query heads of a key head stand side by side: one product serves all of them, and keys are
+    # never repeated.
     q = q.reshape(batch, length, -1, groups, q.shape[-1]).transpose(0, 2, 3, 1, 4)
     sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
     k, v = (pad(x.transpose(0, 2, 1, 3), TILE, axis=2) for x in (k, v))
     first, of_keys = (0, segments) if part is None else part
+    # No segment is numbered -1, so no query sees a padded key.
     of_keys = jnp.pad(of_keys, ((0, 0), (0, k.shape[2] - of_keys.shape[1])), constant_values=-1)
+    # Sinks are an argument of their own because they have a gradient; the mask has none.
     mask = Mask(segments, of_keys, jnp.int32(first), dataclasses.replace(scoring, sinks=None))
     out = _attention(q, k, pad_values(v, precision), sinks, mask, precision, part is None)
     return out[..., :width].transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
@@ -140,6 +144,7 @@ def softmax_product(
     Returns:
       The average [B, K, ..., hd] in `activations`, and the log of the sums [B, K, ..., 1].
     """
+    # Weights relative to the largest score cannot overflow; the quotient is the same.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         largest = jnp.maximum(largest, sinks)
@@ -148,6 +153,7 @@ def softmax_product(
     if sinks is not None:
         total = total + jnp.exp(sinks - largest)
     out = product(weights, v, contract=(scores.ndim - 1, 2), batch=(0, 1), precision=precision)
+    # Divided after the product: one division per output instead of one per weight.
     return (out / total).astype(precision.activations), largest + jnp.log(total)
 
 
@@ -163,6 +169,7 @@ def _forward(q, k, v, sinks, mask, precision, whole):
         )
         for block in _blocks(q, k, mask, precision, whole=whole)
     ]
+    # With these two kept, a remat policy saves the backward pass a second forward pass.
     out, log_total = (
         named(jnp.concatenate(parts, axis=3), KEPT) for parts in zip(*found, strict=True)
     )
@@ -173,6 +180,8 @@ def _backward(precision, whole, residuals, dout):
     q, k, v, sinks, out, log_total, mask = residuals
     dot = functools.partial(product, batch=(0, 1), precision=precision)
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
+    # The softmax's derivative subtracts the mean of dprobs, weighted by probs. This mean equals the
+    # product of output and output gradient, so that it needs no array of scores (arXiv:2205.14135).
     mean = jnp.sum(
         dout.astype(precision.accumulate) * out.astype(precision.accumulate), axis=-1, keepdims=True
     )
@@ -183,6 +192,7 @@ def _backward(precision, whole, residuals, dout):
     for block in _blocks(q, k, mask, precision, whole=whole):
         rows, keys = block.queries, block.keys
         scores = _scores(q, k, mask, block, precision=precision)
+        # The forward pass kept the log of the sums, so weights come out divided at once.
         probs = jnp.exp(scores - log_total[rows])
         dprobs = dot(dout[rows], v[keys], contract=(4, 3))
         slopes = mask.scoring.slopes(scores)
@@ -193,6 +203,7 @@ def _backward(precision, whole, residuals, dout):
         dv = _add(dv, block.first, dot_t(flat(dout[rows]), flat(probs)))
     grads = (jnp.concatenate(dqs, axis=3), dk.swapaxes(2, 3), dv.swapaxes(2, 3))
     dsinks = sink_gradient(sinks, log_total=log_total, mean=mean)
+    # Blocks were added in `accumulate`; gradients are rounded once.
     return (*(x.astype(precision.activations) for x in grads), dsinks, None)
 
 
@@ -209,6 +220,7 @@ def _blocks(
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS // TILE) * TILE)
     if not whole:
         return [Block(i, min(i + size, length), 0, keys) for i in range(0, length, size)]
+    # Without a window every query sees back to the row's first key.
     back = keys
     if window is not None:
         back, most = window - 1, -(-length // _MAX_WINDOWED // TILE) * TILE
@@ -237,4 +249,5 @@ def _scores(q, k, mask: Mask, block: Block, *, precision):
     distance = mask.first + jnp.arange(start, stop)[:, None] - jnp.arange(first, end)[None, :]
     segments, of_keys = mask.segments[:, start:stop], mask.of_keys[:, first:end]
     seen = in_segments(segments, of_keys, distance, window=mask.scoring.window)
+    # Its exponential is exactly 0, and unlike -inf it turns no difference into NaN.
     return jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)

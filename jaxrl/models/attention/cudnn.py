@@ -36,11 +36,14 @@ def find_sequences(segments: jax.Array, *, most: int) -> tuple[jax.Array, jax.Ar
       Their lengths i32[B, most] in tokens, the indices of their first tokens i32[B, most + 1], both
       -1 where a row has no more, and their number i32[B].
     """
+    # No segment is numbered -1, so that a row's first token always begins a run.
     before = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     number = jnp.cumsum(segments != before, axis=1) - 1
     tokens = jnp.arange(segments.shape[1], dtype=jnp.int32)
 
     def of_row(number):
+        # Runs past `most` fall outside of the arrays, where JAX drops them; `packed` notices by
+        # their number.
         starts = jnp.full(most + 1, segments.shape[1], jnp.int32).at[number].min(tokens)
         return jnp.zeros(most, jnp.int32).at[number].add(1), starts
 
@@ -84,6 +87,7 @@ def packed(
         sliding_window_length=scoring.window,
     )
     assert isinstance(out, jax.Array)  # without return_residual
+    # A compiled program cannot raise an error. NaN cannot be mistaken for a result.
     fits = (count <= most)[:, None, None, None]
     return jnp.where(fits, out, jnp.nan).astype(precision.activations)
 

@@ -50,6 +50,7 @@ def choose_kernel(
         return "xla"
     precision = Precision.of(precision)
     device = layout.mesh.devices.flat[0]
+    # Kernels run inside shard_map and see only the queries of their own device.
     own = length // layout.count("length")
     reasons: dict[Kernel, str | None] = {
         "splash": _no_splash(device, config, precision, own),
@@ -136,6 +137,7 @@ def verify_kernel(
         return
     precision = Precision.of(precision)
     device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
+    # One device suffices: what may differ between machines is the kernel, not the cut of rows.
     alone = Layout(make_mesh(devices=[device]), layout.rules)
     of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}
     norm, worst = jnp.linalg.norm, 0.0
@@ -147,6 +149,7 @@ def verify_kernel(
         )
         differences = (float(norm(a - b) / norm(b)) for a, b in zip(found, expected, strict=True))
         worst = max(worst, *differences)
+    # Not `>=`: NaN is a disagreement, too.
     if not worst < _AGREEMENT:
         raise RuntimeError(
             f"attention by {kernel} differs from XLA's by {worst:.2g} on this device, "
@@ -161,6 +164,7 @@ def _rows() -> tuple[jax.Array, Tree]:
     lengths = [200, 150, 100, 62]
     places = np.concatenate([np.arange(200), np.arange(100, 250), np.arange(100), np.zeros(62)])
     until = np.repeat([350, 200, 350, 450, 0], [100, 100, *lengths[1:]])
+    # Padding sees itself alone.
     until[450:] = np.arange(451, 513)
     arrays = (np.repeat([1, 2, 3, 0], lengths), until, places)
     segments, *tree = (jnp.asarray(x[None], jnp.int32) for x in arrays)
@@ -180,12 +184,14 @@ def _example(
     rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
     inputs = [
         rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
+        # One key head with its query heads: the kernels treat all heads alike.
         for heads in (groups, 1, 1)
     ]
 
     def run(q, k, v):
         scoring = Scoring(window, config.score_scale, config.score_cap)
         out = attend(q, k, v, rows, scoring=scoring, precision=precision)
+        # Kernels may write anything at padding.
         real = (_rows()[0] > 0)[:, :, None, None]
         return jnp.where(real, out, 0).astype(jnp.float32)
 
@@ -254,6 +260,8 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
     over = layout.axes("length")
 
     def one(q, k, v, given):
+        # Queries stay where they are; keys and values are gathered. With grouped-query attention
+        # they are the smaller part.
         if over:
             gather = functools.partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
             first = jax.lax.axis_index(over) * q.shape[1]
@@ -276,6 +284,7 @@ def _on_mesh(local, layout, q, k, v, given: _Given):
         mesh=layout.mesh,
         in_specs=(queries, keys, keys, _Given(rows, scoring, whole, split)),
         out_specs=queries,
+        # The kernels do not declare over which mesh axes their results vary.
         check_vma=False,
     )(q, k, v, given)
 
@@ -291,6 +300,8 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
 
     length, shards = q.shape[1], layout.count("length")
     block = next(size for size in _BLOCKS if length // shards % size == 0)
+    # The mask is known at compile time, so that splash leaves masked blocks out of the program.
+    # Segments are compared at run time.
     if window is None:
         mask = splash.CausalMask((length, length), shard_count=shards)
     else:
@@ -305,6 +316,7 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
             block_q_dq=block,
             block_kv_dq=block,
         ),
+        # shard_map has divided the heads; only the mask of the queries differs between devices.
         head_shards=1,
         q_seq_shards=shards,
         residual_checkpoint_name=KEPT,
@@ -334,6 +346,7 @@ def _is_packed(device: Any) -> bool:
 def _cudnn(q, k, v, given: _Given, *, precision, packed):
     segments, scoring, part, _ = given
     settings: Any = {"scoring": scoring, "precision": precision}
+    # The packed form takes whole sequences: it knows neither parts of rows nor shared tokens.
     if packed and part is None and not isinstance(segments, Tree):
         return cudnn.packed(q, k, v, segments, **settings)
     return cudnn.masked(q, k, v, segments, part=part, **settings)

@@ -78,10 +78,13 @@ def _visible_blocks(
     until: jax.Array, first: jax.Array, *, queries: int
 ) -> tuple[jax.Array, jax.Array]:
     """Lists the blocks of keys that some query of each block sees in some row, and their number."""
+    # One list serves all rows of the batch, because the loop over it has one length.
     ends = jnp.max(until.reshape(len(until), -1, BLOCK), axis=(0, 2))
     keys = jnp.arange(len(ends), dtype=jnp.int32) * BLOCK
     start = first + jnp.arange(queries, dtype=jnp.int32)[:, None] * BLOCK
     seen = (keys[None] < start + BLOCK) & (ends[None] > start)
+    # Stable: visible blocks keep their order, so that a query's sums are added in the same order
+    # whichever blocks are skipped.
     order = jnp.argsort(~seen, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.sum(seen, axis=1, dtype=jnp.int32)
 
@@ -114,6 +117,10 @@ def _forward(q, k, v, sinks, mask, precision):
             largest, total, out = found
             j = mask.order[i, n]
             scores = _scores(own, _block(k, j, axis=2), mask, (i, j), precision=precision)
+            # A query may see no key of its first blocks. All their scores are then the lowest
+            # number and their weights 1, but at the first key that it does see `shrink` is 0 and
+            # removes them. Every query sees itself, so there is one. Scores of -inf would give NaN
+            # instead.
             top = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - top), jnp.exp(largest - top)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
@@ -126,6 +133,7 @@ def _forward(q, k, v, sinks, mask, precision):
         sums = jnp.zeros((*own.shape[:-1], v.shape[-1]), wide)
         start = (column + jnp.finfo(wide).min, column, sums)
         if sinks is not None:
+            # A sink is a key without a value: the sums begin with its weight, exp(sinks - sinks).
             start = (column + sinks, column + 1, sums)
         largest, total, out = lax.fori_loop(0, mask.count[i], of_keys, start)
         return None, ((out / total).astype(precision.activations), largest + jnp.log(total))
@@ -140,6 +148,7 @@ def _backward(precision, residuals, dout):
     wide, dot = precision.accumulate, functools.partial(product, batch=(0, 1), precision=precision)
     # It transposes the queries, so that no product transposes an array of scores.
     dot_t = functools.partial(transposed_product, batch=(0, 1), precision=precision)
+    # The weighted mean of dprobs, without an array of scores; see `blocks`.
     mean = jnp.sum(dout.astype(wide) * out.astype(wide), axis=-1, keepdims=True)
     dout = dout.astype(precision.compute)
 
@@ -161,12 +170,16 @@ def _backward(precision, residuals, dout):
             dv = _add(dv, j, dot_t(flat(d_own), flat(probs)))
             return dq, dk, dv
 
+        # Query blocks are the outer loop: dq is finished within one step, dk and dv are carried.
         start = (jnp.zeros(own.shape, wide), *grads)
         dq, *grads = lax.fori_loop(0, mask.count[i], of_keys, start)
         return tuple(grads), dq
 
     grads = tuple(
-        jnp.zeros((x.shape[2] // BLOCK, *x.shape[:2], x.shape[3], BLOCK), wide) for x in (k, v)
+        # The number of the key block is the first axis, so that adding to a block updates one
+        # contiguous part of the carry.
+        jnp.zeros((x.shape[2] // BLOCK, *x.shape[:2], x.shape[3], BLOCK), wide)
+        for x in (k, v)
     )
     (dk, dv), dq = lax.scan(of_queries, grads, jnp.arange(len(mask.count)))
     dk, dv = (dx.transpose(1, 2, 0, 4, 3).reshape(x.shape) for dx, x in ((dk, k), (dv, v)))
@@ -174,6 +187,7 @@ def _backward(precision, residuals, dout):
     return (*(x.astype(precision.activations) for x in (_joined(dq), dk, dv)), dsinks, None)
 
 
+# JAX cannot differentiate a loop whose length is known only at run time.
 _attention: Any = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(5,))
 _attention.defvjp(_forward, _backward)
 

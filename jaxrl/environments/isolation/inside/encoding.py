@@ -57,12 +57,14 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     if kind is bytes:
         return ["bytes", value.decode("latin1")]
     name = f"{kind.__module__}.{kind.__qualname__}"
+    # A time zone is an object of any class, and cannot be copied.
     if name in _ARGUMENTS and getattr(value, "tzinfo", None) is None:
         return ["make", name, [encode(part, refer) for part in _ARGUMENTS[name](value)]]
     if issubclass(kind, tuple) and (fields := getattr(kind, "_fields", None)):
         items = [encode(item, refer) for item in value]
         return ["namedtuple", [kind.__name__, *fields], items]
     if issubclass(kind, (int, float, str)) and not issubclass(kind, enum.Enum):
+        # A number or text of a class of its own crosses as the plain value, which tests compare.
         base = next(base for base in (int, float, str) if issubclass(kind, base))
         return encode(base(value), refer)
     if kind is type and vars(builtins).get(value.__name__) is value:
@@ -98,6 +100,7 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
             _named_tuples[fields] = collections.namedtuple(fields[0], fields[1:])
         return _named_tuples[fields](*(decode(item, resolve) for item in rest[1]))
     if tag == "type":
+        # Types only: `exec` is a built-in, too.
         found = vars(builtins)[rest[0]]
         if not isinstance(found, type):
             raise TypeError(f"{rest[0]!r} is not a built-in type")
@@ -111,6 +114,7 @@ def _make(name: str, arguments: list[Any]) -> Any:
     """Makes an instance of a type of `_ARGUMENTS` from exactly typed arguments."""
     if name not in _ARGUMENTS:
         raise TypeError(f"{name!r} is not copied")
+    # A proxy among the arguments would run the other side's code within the constructor.
     exact = (*_ITSELF, int, list, dict, bytes)
     if not all(type(a) in exact for a in arguments):
         raise TypeError(f"arguments of {name} are not plain data")

@@ -30,7 +30,9 @@ def main() -> None:
 
         enter(caller=caller, memory=memory)
         sys.modules["inside"].__path__[:] = [PACKAGE]  # for the imports below
+    # The program need not know its limits and descriptors.
     sys.argv[:] = [""]
+    # After the walls, whose own fork must not count against the limits of the program.
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),
@@ -41,12 +43,15 @@ def main() -> None:
     ):
         resource.setrlimit(kind, (most, most))
     if role == "tests":
+        # Imported before the process says that it is ready, so that it takes none of the tests'
+        # time.
         from .testing import run_tests
 
         os.write(control, b"1")
         run_tests(text, pipes, control)
     else:
         os.write(control, b"1")
+        # What follows is untrusted, and must not be able to report that tests passed.
         os.close(control)
     if role == "code":
         from .serving import serve

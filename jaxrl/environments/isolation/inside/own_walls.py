@@ -29,11 +29,13 @@ def enter(*, caller: int, memory: int) -> None:
     """
     make_namespaces()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # new credentials would clear it
+    # If the caller ended before prctl, no signal would ever come.
     if os.getppid() != caller:
         os._exit(1)
     life, held = os.pipe()  # its end tells the child that this process is gone
     child = os.fork()
     if child:
+        # Open copies of the program's pipes would hide from their readers that it has closed them.
         os.closerange(0, held)
         os.closerange(held + 1, 256)
         _, status = os.waitpid(child, 0)
@@ -60,8 +62,10 @@ def check(result: int, what: str) -> None:
 
 def make_namespaces() -> None:
     """Creates namespaces for users, mounts, network, IPC and PIDs; the next child gets PID 1."""
+    # Read first: in the new namespace, without a map, every user is nobody.
     user, group = os.getuid(), os.getgid()
     check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PIDS), "unshare")
+    # Only a process that gave up setgroups may map its group without privileges.
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{NOBODY} {user} 1"),
@@ -73,12 +77,15 @@ def make_namespaces() -> None:
 
 def confine(memory: int) -> None:
     """Leaves a read-only view of a few paths and an empty directory; removes all privileges."""
+    # Mounts made here must not appear outside, where systemd makes / shared by default.
     check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
     shown = visible_paths()
     links = {**LINKS, **{path: target for path, target in shown.items() if target}}
+    # Before /tmp is covered: Python or this package may lie below it.
     copies = {path: copy_mounts(path) for path in (*shown, *DEVICES) if path not in links}
     is_directory = {path: os.path.isdir(path) for path in copies} | {PACKAGE: True}
     copies[PACKAGE] = copy_mounts(os.path.dirname(os.path.realpath(__file__)))
+    # Any directory could become the root; this one is on every machine.
     check(libc.mount(b"none", b"/tmp", b"tmpfs", MS_NOSUID, b"size=1m,mode=755"), "a new root")
     os.chdir("/tmp")
     os.mkdir(WORK[1:])
@@ -95,8 +102,11 @@ def confine(memory: int) -> None:
     for path, target in links.items():
         os.makedirs(os.path.dirname(path)[1:] or ".", exist_ok=True)
         os.symlink(target, path[1:])
+    # The old root now lies on top of the new one, at the same path (pivot_root(2)). It is in use,
+    # so that it can only be detached.
     check(libc.pivot_root(b".", b"."), "a new root")
     check(libc.umount2(b".", MNT_DETACH), "hiding the old root")
+    # Not what is mounted below: the work directory stays writable, and the copies are read-only.
     make_readonly(AT_FDCWD, b"/", 0)
     os.chdir(WORK)
     drop_privileges()
@@ -104,6 +114,8 @@ def confine(memory: int) -> None:
 
 def copy_mounts(path: str) -> int:
     """Returns a read-only copy of the mounts at and below a path."""
+    # The older call, mount with MS_BIND, makes only the top mount read-only, and those below it
+    # would stay writable.
     copy = libc.syscall(OPEN_TREE, AT_FDCWD, path.encode(), OPEN_TREE_CLONE | AT_RECURSIVE)
     check(min(copy, 0), path)
     make_readonly(copy, b"", AT_EMPTY_PATH | AT_RECURSIVE)
@@ -130,8 +142,12 @@ def place(copy: int, path: str, *, is_directory: bool) -> None:
 
 def drop_privileges() -> None:
     """Gives up all capabilities and installs the filter of system calls."""
+    # The order matters: dropping from the bounding set takes a capability, and without one only a
+    # process with no_new_privs may install a filter. The filter is last, since it denies calls made
+    # above.
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers past the last one
+    # The third version of the capabilities' format: two words for each of the three sets.
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     check(libc.capset(header, none), "no capabilities")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")

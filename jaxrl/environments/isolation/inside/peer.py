@@ -39,6 +39,7 @@ class Peer:
         """Performs an operation on the other side, answering its own questions meanwhile."""
         data = [self._encode(a) for a in arguments]
         self._send(["ask", operation, data, {k: self._encode(v) for k, v in keywords.items()}])
+        # The answer may need questions first, such as calls of a function that was an argument.
         while (message := self._receive())[0] == "ask":
             self._answer(message)
         kind, value, changed, printed = message
@@ -49,6 +50,7 @@ class Peer:
         if kind == "raise":
             raise self._decode_error(value)
         if isinstance(value, list) and value[0] == "argument":
+            # A function that returns its argument returns the same object, as within one process.
             return arguments[value[1]]
         return self._decode(value)
 
@@ -89,10 +91,12 @@ class Peer:
         self._send(answer)
 
     def _changes(self, data: list[Any], arguments: list[Any]) -> list[Any]:
+        # Most calls change nothing, so only differences are sent.
         new = {i: self._encode(a) for i, a in enumerate(arguments) if type(a) in MUTABLE}
         return [[i, a] for i, a in new.items() if a != data[i]]
 
     def _send(self, message: list[Any]) -> None:
+        # JSON, not pickle: reading a pickle can run the sender's code.
         rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while rest:
@@ -129,6 +133,7 @@ class Peer:
 
     def _resolve(self, data: list[Any]) -> Any:
         tag, reference, *rest = data
+        # Only what was handed out is found here: an invented number is a KeyError.
         if tag == "yours":
             return self._mine[reference]
         if tag == "class":
@@ -154,6 +159,7 @@ class Peer:
                 return ["builtin", type(error).__name__, arguments]
             return ["object", self._encode(error), self._encode(error.args)]
         except Exception:
+            # An exception whose arguments cannot cross still has to be raised on the other side.
             return ["builtin", "RuntimeError", ["list", [type(error).__name__]]]
 
     def _decode_error(self, data: list[Any]) -> Exception:

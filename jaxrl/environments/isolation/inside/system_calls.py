@@ -23,6 +23,7 @@ SYSTEM_CALLS = {
         "socketpair": 199,
     },
 }
+# io_uring makes system calls that no filter sees.
 IO_URING_SETUP, CLONE3, MEMFD_SECRET = 425, 435, 447
 X32 = 1 << 30  # x86_64 accepts its system calls under these numbers too
 AF_INET, AF_INET6, SOCK_STREAM = 2, 10, 1
@@ -46,10 +47,16 @@ def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
     keyrings. Each instruction is (operation, instructions to skip if true, if false, number).
     """
     known = SYSTEM_CALLS[machine]
+    # Offsets in the kernel's struct seccomp_data; of arguments the lower half.
     architecture, call, first, second = ((LOAD, 0, 0, offset) for offset in (4, 0, 16, 24))
+    # SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with EPERM and with ENOSYS. Programs expect errors,
+    # and libraries that probe for a call do not die of one.
     allow, deny, absent = ((RETURN, 0, 0, to) for to in (0x7FFF0000, 0x50000 | 1, 0x50000 | 38))
+    # A 64-bit program can make 32-bit system calls, whose numbers mean others.
     steps = [architecture, (EQUAL, 1, 0, known["architecture"]), deny]
     steps += [call, (AT_LEAST, 0, 1, X32), deny]
+    # Shared memory and queues count against no limit of a process; keyrings belong to the user,
+    # whatever the namespace; a new user namespace gives all capabilities within it.
     for denied in (*known["denied"], IO_URING_SETUP, MEMFD_SECRET):
         steps += [(EQUAL, 0, 1, denied), deny]
     # Absent, so that libc falls back to clone, whose flags a filter can read.
@@ -57,7 +64,10 @@ def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
         ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it must end with its parent
+        # Namespaces cut the internet off, but neither UNIX sockets in the visible files nor the
+        # hypervisor's.
         ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
+        # asyncio needs a pair of streams. Sockets of a datagram pair could send to other addresses.
         ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),
     ):
         steps += [(EQUAL, 0, len(then) + 1, known[name]), *then, allow]

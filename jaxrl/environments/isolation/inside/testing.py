@@ -27,6 +27,7 @@ def run_tests(source: bytes, pipes: list[int], control: int) -> NoReturn:
         peer = _TestPeer(*pipes, control=control)
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
+        # Modules are imported here, never asked for: the code could hand out false ones.
         own, theirs = split_names(tree)
         for name in own:
             setattr(module, name, importlib.import_module(name))
@@ -93,6 +94,7 @@ class _TestPeer(Peer):
 
     def check_operation(self, operation: str, arguments: list[Any]) -> None:
         value, *rest = arguments
+        # It may be a copy that the code sent; only what the tests handed out may be operated on.
         if self._mine.get(id(value)) is not value:
             raise TypeError("it is not an object of the tests")
         if _is_of_tests(value):
