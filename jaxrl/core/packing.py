@@ -179,6 +179,7 @@ def assign_rows(
     rows: list[list[int]] = []
     free: list[int] = []  # where the free part of each row begins
     limit = len(lengths) if most is None else most
+    # The longest first: short sequences then fill the gaps, not the other way round.
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > row_length:
             raise ValueError(
@@ -236,6 +237,7 @@ def pack(
     given: dict[str, Any] = {"advantages": advantages, "values": values, "returns": returns}
     given = {name: of_rollouts for name, of_rollouts in given.items() if of_rollouts is not None}
     given["sampler_logprobs"] = [rollout.logprobs for rollout in rollouts]
+    # A reward that failed is NaN. No term may see it, not even times a mask of 0.
     given["rewards"] = [np.nan_to_num(rollout.reward) for rollout in rollouts]
     shape = (len(rows), row_length)
     arrays: dict[str, Any] = {
@@ -247,6 +249,7 @@ def pack(
         arrays["seen_until"] = np.zeros(shape, np.int32)
     sent = next((r.experts for r in rollouts if r.experts is not None), None)
     if sent is not None:
+        # The learner routes tokens of -1 by itself: the sampler has not reported them.
         arrays["experts"] = np.full((*shape, *sent.shape[1:]), -1, np.int16)
     for r, members in enumerate(rows):
         spans = _spans(rollouts, members, align)
