@@ -30,7 +30,7 @@ def outcomes(**changes) -> Outcomes:
     return Outcomes(**known | changes)
 
 
-def test_advantages_are_whitened_over_the_tokens_of_known_answers():
+def test_advantages_are_whitened_over_known_tokens():
     found, unknown = generalized(outcomes(), gamma=0.99, lam=0.95)
     raw = RAW[CHOSEN]
     expected = (raw - raw.mean()) / raw.std(ddof=1)

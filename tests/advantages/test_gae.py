@@ -23,7 +23,7 @@ def test_lambda_of_zero_and_one():
     np.testing.assert_allclose(returns, [0.9**3, 0.9**2, 0.9, 1.0], rtol=1e-6)
 
 
-def test_a_token_that_the_policy_did_not_choose_is_as_if_absent():
+def test_masked_tokens_are_ignored():
     mask = np.array([True, False, True, True, False, False, True, False])
     rewards, values = np.full(8, np.nan), np.full(8, np.nan)
     rewards[mask], values[mask] = REWARDS, VALUES

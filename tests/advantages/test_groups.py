@@ -54,13 +54,13 @@ def test_std_is_unbiased_and_eps_is_added():
     np.testing.assert_allclose(result, np.array([-0.5, 0.5]) / (np.sqrt(0.5) + 0.5), rtol=1e-6)
 
 
-def test_leave_one_out_is_the_mean_of_the_others():
+def test_leave_one_out_baseline():
     rewards = np.array([1.0, 4.0, -2.0, 7.0])
     expected = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
     np.testing.assert_allclose(leave_one_out(rewards, np.zeros(4, int)), expected, rtol=1e-6)
 
 
-def test_leave_one_out_relative_is_made_of_the_others():
+def test_leave_one_out_statistics():
     rewards = np.array([1.0, 4.0, -2.0, 7.0, NAN])
     known = rewards[:4]
     others = [np.delete(known, i) for i in range(4)]
@@ -73,7 +73,7 @@ def test_leave_one_out_relative_is_made_of_the_others():
     np.testing.assert_array_equal(leave_one_out_relative(np.ones(2), np.zeros(2, int)), 0)
 
 
-def test_batch_relative_does_not_blow_up_a_prompt_that_is_almost_solved():
+def test_batch_relative_bounds_almost_solved_prompts():
     rewards, groups = np.array([1.0, 0.99, 0.0, 1.0]), np.array([0, 0, 1, 1])
     found = batch_relative(rewards, groups)
     np.testing.assert_allclose(found[0] / found[3], 0.01, rtol=1e-5)

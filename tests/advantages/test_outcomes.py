@@ -55,7 +55,7 @@ def test_reinforce_pp_baseline_whitens_over_tokens():
     )
 
 
-def test_reinforce_pp_discounts_rewards_and_penalties_to_come():
+def test_reinforce_pp_discounts_future_rewards():
     penalties = [np.array([0.0]), np.array([0.1, 0.2, 0.4]), np.zeros(2), np.zeros(2), np.zeros(5)]
     case = outcomes(rewards=(1.0, 1.3, 2.0, 4.0, NAN), penalties=penalties)
     # The second answer earned 2 and paid .7: 1.3 in all, of which 1.6 come at its last token.
@@ -72,7 +72,7 @@ def test_reinforce_pp_discounts_rewards_and_penalties_to_come():
     assert [len(f) for f in found] == [1, 3, 2, 2, 5]
 
 
-def test_tokens_that_were_not_chosen_are_as_if_absent():
+def test_masked_tokens_are_ignored():
     mask = np.array([True, False, True])
     case = Outcomes(
         rewards=np.array([2.0, -1.0]),

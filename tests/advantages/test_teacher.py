@@ -7,7 +7,7 @@ import numpy as np
 from jaxrl.advantages.teacher import log_ratios, with_log_ratios
 
 
-def test_its_expected_gradient_is_that_of_the_reverse_kl():
+def test_expected_gradient_is_reverse_kl():
     """Every token of one step is drawn as often as its probability says."""
     logits, teacher = (
         np.asarray(jax.random.normal(jax.random.key(i), (7,)), np.float32) for i in (0, 1)
@@ -28,7 +28,7 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
     )
 
 
-def test_a_reward_is_mixed_in_by_the_weight_and_only_chosen_tokens_count():
+def test_reward_is_mixed_in_by_weight():
     teacher = [np.array([-1.0, -3.0, np.nan]), np.array([-9999.0])]
     sampler = [np.array([-2.0, -1.0, -1.0]), np.array([-1.0])]
     ratios = log_ratios(teacher, sampler, [np.array([True, False, True]), np.ones(1, bool)])

@@ -24,7 +24,7 @@ def test_rewards_lie_where_they_were_earned():
     assert found[1].tolist() == [0, 0, 0, 0]
 
 
-def test_a_turn_is_compared_with_what_others_earned_from_it_on():
+def test_turn_baseline_is_the_others_return():
     """To go: 1.25 and 0.5 from the first turn on, 1 and 0.25 from the second on; the third answer
     ends with its first turn, the fourth is not known, the fifth has no token to learn from."""
     single = np.array([True])
