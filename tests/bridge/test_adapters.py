@@ -70,7 +70,7 @@ def publisher(servers: list[Server], tmp_path: Path) -> AdapterPublisher:
     )
 
 
-def test_each_version_is_an_adapter_and_the_last_two_are_kept(publisher, servers, tmp_path):
+def test_last_two_adapters_are_kept(publisher, servers, tmp_path):
     names = [publisher.publish(adapted(version), version=version)[0] for version in range(3)]
     assert len({*names}) == 3
     for server in servers:
@@ -94,7 +94,7 @@ def test_servers_keep_their_adapters_when_all_refuse(publisher, servers, tmp_pat
     assert [len(server.adapters) for server in servers] == [2, 1]
 
 
-def test_a_server_that_refuses_the_base_is_skipped(servers, tmp_path):
+def test_server_refusing_the_base_is_skipped(servers, tmp_path):
     """It may have restarted with another dtype."""
     refusing: list[str] = []
 

@@ -16,7 +16,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_key_that_a_server_makes_is_found(home: Path) -> None:
+def test_generated_key_is_found(home: Path) -> None:
     assert known_key() is None
     before = os.umask(0)
     try:
@@ -39,7 +39,7 @@ def test_a_given_key_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_key() == made
 
 
-def test_no_key_is_made_for_a_host_that_others_reach(home: Path) -> None:
+def test_no_key_for_a_reachable_host(home: Path) -> None:
     assert server_key("0.0.0.0") is None
     assert not [*home.iterdir()]
 
@@ -74,9 +74,7 @@ def test_what_is_no_private_file_is_named(home: Path) -> None:
         known_key()
 
 
-def test_a_home_that_cannot_be_written_is_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_home_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "jaxrl").touch()
     with pytest.raises(ValueError, match=r"jaxrl/key cannot be written: .*; set JAXRL_API_KEY"):
         server_key("127.0.0.1")
@@ -95,7 +93,7 @@ def raises(error: Exception):
 
 
 @pytest.mark.parametrize("key", ["a\nb", "a b", "schlüssel", "\x7f"])
-def test_a_given_key_that_cannot_be_sent_is_named(key: str, monkeypatch) -> None:
+def test_unsendable_key_is_named(key: str, monkeypatch) -> None:
     monkeypatch.setenv("JAXRL_API_KEY", key)
     for look in (given_key, known_key, lambda: server_key("0.0.0.0")):
         with pytest.raises(ValueError, match="environment variable JAXRL_API_KEY is not a line"):

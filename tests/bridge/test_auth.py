@@ -64,7 +64,7 @@ def test_web_pages_of_other_origins_are_refused(path: str, origin: str) -> None:
     assert status(path, twice) == 403
 
 
-def test_the_servers_own_pages_and_other_programs_pass() -> None:
+def test_same_origin_and_programs_pass() -> None:
     assert status("/pause", KEY) == 200
     assert status("/pause", KEY | {"Origin": "http://127.0.0.1:8000"}) == 200
     assert status("/health", {}) == 200
@@ -84,7 +84,7 @@ def test_websockets_are_closed() -> None:
     assert status("/v1/realtime", KEY, "websocket") == 200
 
 
-def test_an_empty_key_does_not_open_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_key_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(auth.KEY, "")
     with pytest.raises(ValueError, match="JAXRL_API_KEY is empty"):
         status("/pause", {"Authorization": "Bearer "})

@@ -244,7 +244,7 @@ UPDATE = {"payload": "next", "version": 6, "learner": LEARNER._asdict()}
     ],
     ids=lambda changes: "-".join(f"{key}={value!r:.20}" for key, value in changes.items()),
 )
-def test_an_update_that_no_learner_sends_is_refused(serving: Serving, changes: dict) -> None:
+def test_malformed_update_is_refused(serving: Serving, changes: dict) -> None:
     for info in (UPDATE | changes, 5, "next", {}):
         serving.engine.call("start")
         with pytest.raises(RefusedError):
@@ -254,7 +254,7 @@ def test_an_update_that_no_learner_sends_is_refused(serving: Serving, changes: d
     serving.update()
 
 
-def test_a_refusal_after_an_unfinished_publish_leaves_the_server_poisoned(serving: Serving) -> None:
+def test_refusal_keeps_a_poisoned_server_poisoned(serving: Serving) -> None:
     """The weights are the new ones and the version is the old one, so nothing may be sampled."""
     serving.engine.call("start")
     serving.engine.call("load", info=UPDATE)
@@ -286,7 +286,7 @@ def test_a_second_learner_is_refused_by_name(serving: Serving) -> None:
     serving.engine.call("disconnect")
 
 
-def test_an_older_version_and_a_path_outside_the_root_are_refused(serving: Serving) -> None:
+def test_old_version_and_outside_path_are_refused(serving: Serving) -> None:
     edit(lambda m: m._replace(version=4))(serving.root / "next")
     with pytest.raises(RefusedError, match="older than version 5"):
         serving.update(version=4)
@@ -299,7 +299,7 @@ def test_an_older_version_and_a_path_outside_the_root_are_refused(serving: Servi
     assert serving.engine.generate(PROMPTS) != serving.outputs
 
 
-def test_a_load_that_fails_halfway_poisons_until_a_complete_one(serving: Serving) -> None:
+def test_failed_load_poisons_until_a_complete_one(serving: Serving) -> None:
     for tensors in (1, 5, 17):
         serving.engine.call("fail_after", tensors=tensors)
         with pytest.raises(PoisonedError, match="the memory went away"):
@@ -311,7 +311,7 @@ def test_a_load_that_fails_halfway_poisons_until_a_complete_one(serving: Serving
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["being written", "written again"])
-def test_a_payload_written_to_during_the_load_poisons(serving: Serving, again: bool) -> None:
+def test_payload_changed_during_load_poisons(serving: Serving, again: bool) -> None:
     """The writer removes the manifest first, so what was loaded may be of two versions."""
     file = serving.root / "next" / manifest.FILE
     content = manifest.read(file.parent)
@@ -336,7 +336,7 @@ def test_connecting_checks_dtype_and_root(serving: Serving) -> None:
     assert serving.engine.call("version") == "6"
 
 
-def test_the_wire_dtype_may_be_narrower_than_the_servers(serving: Serving) -> None:
+def test_wire_dtype_may_be_narrower(serving: Serving) -> None:
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}

@@ -81,7 +81,7 @@ def test_mutated_bytes_are_refused_or_read(
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "1" * 5000, TEXT[:-1] + ",}"])
-def test_a_manifest_that_is_not_json_is_refused(text: str) -> None:
+def test_manifest_must_be_json(text: str) -> None:
     with pytest.raises(ManifestError, match="not JSON"):
         manifest.parse(text)
 
@@ -110,21 +110,21 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_manifest_must_be_a_regular_file_of_some_size(tmp_path: Path, kind: str) -> None:
+def test_manifest_must_be_a_small_regular_file(tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / manifest.FILE)
     with pytest.raises(ManifestError, match=r"cannot be read|larger than"):
         within(10, lambda: manifest.read(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "device"])
-def test_a_tensors_file_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
+def test_tensors_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / ENTRY.file)
     with pytest.raises(ManifestError, match="cannot be mapped"):
         within(10, lambda: payload.open_tensors(tmp_path, [ENTRY]))
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800", "loop", 5, None, [], ""])
-def test_a_payload_must_be_the_name_of_a_directory(tmp_path: Path, name: Any) -> None:
+def test_payload_must_name_a_directory(tmp_path: Path, name: Any) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ManifestError):
         payload.resolve(tmp_path, name)

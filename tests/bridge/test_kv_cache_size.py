@@ -30,7 +30,7 @@ def test_bytes_per_token_of_a_real_model():
     assert token_bytes(QWEN3_8B, "bfloat16") == 147_456
 
 
-def test_the_cache_holds_all_completions_where_memory_allows():
+def test_cache_holds_all_completions_if_memory_allows():
     block = 128 * 147_456
     one = 33 * block  # 4097 tokens
     assert size(None) == (one + block, None)  # vLLM reserves a block
@@ -54,7 +54,7 @@ def test_gpu_memory_is_left_to_vllm(tmp_path):
         assert ("--kv-cache-memory-bytes" in _command(tmp_path, options, 1)) is passed
 
 
-def test_a_size_that_holds_no_completion_is_an_error_that_names_the_key():
+def test_too_small_cache_names_the_key():
     with pytest.raises(ValueError, match=r"the\.key = 268435456 holds 1664 tokens, .*needs 4097"):
         size(256 * MIB)
     # Each of two devices holds half of a token.

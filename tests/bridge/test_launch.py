@@ -59,7 +59,7 @@ def wait_for(condition) -> None:
     raise AssertionError("it never happened")
 
 
-def test_a_server_and_its_workers_end_with_a_killed_process(tmp_path: Path) -> None:
+def test_server_and_workers_end_with_killed_parent(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     serves = program(
         tmp_path / "serves",
@@ -79,7 +79,7 @@ def test_a_server_and_its_workers_end_with_a_killed_process(tmp_path: Path) -> N
     wait_for(lambda: not any(map(alive, processes)))
 
 
-def test_a_server_ends_with_its_block_and_reports_its_status(tmp_path: Path) -> None:
+def test_server_ends_with_its_block(tmp_path: Path) -> None:
     sleeps = ServerOptions(python=program(tmp_path / "sleeps", "exec sleep 300"), dtype="float32")
     with LocalServer(Path("model"), sleeps, log=tmp_path / "log") as server:
         wait_for(lambda: len(server.process_ids) == 2)  # the watchdog and the server
@@ -110,7 +110,7 @@ def test_a_stopped_server_ends(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(alive, found)))
 
 
-def test_a_program_on_the_port_is_not_mistaken_for_the_server(tmp_path: Path) -> None:
+def test_foreign_program_on_the_port_is_recognised(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         options = ServerOptions(python=tmp_path / "none", dtype="float32", port=port)
@@ -127,9 +127,7 @@ def left_behind(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("killed", ["learner", "server", "all", "none"])
-def test_shared_memory_and_temporary_files_of_a_server_go_with_it(
-    tmp_path: Path, killed: str
-) -> None:
+def test_server_files_are_removed(tmp_path: Path, killed: str) -> None:
     """With its watchdog killed as well, at the next start."""
     options = fake(tmp_path, "answers")
     foreign = shared_memory.SharedMemory(create=True, size=1000)
@@ -171,7 +169,7 @@ def children(process: int) -> list[int]:
     return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
-def test_a_server_with_its_own_watchdog_killed_keeps_its_files(tmp_path: Path) -> None:
+def test_server_without_watchdog_keeps_its_files(tmp_path: Path) -> None:
     with LocalServer(Path("model"), fake(tmp_path, "answers"), log=tmp_path / "log") as server:
         found = left_behind(tmp_path)
         os.kill(server.process_ids[0], signal.SIGKILL)
@@ -181,7 +179,7 @@ def test_a_server_with_its_own_watchdog_killed_keeps_its_files(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_server_is_ready_when_it_has_completed_a_request(tmp_path: Path, host: str) -> None:
+def test_ready_means_one_completed_request(tmp_path: Path, host: str) -> None:
     options = dataclasses.replace(fake(tmp_path, "answers"), host=host)
     try:
         server = LocalServer(Path("model"), options, log=tmp_path / "log")
@@ -200,7 +198,7 @@ def test_a_server_is_ready_when_it_has_completed_a_request(tmp_path: Path, host:
         ("is silent", "fails its first request .*no token"),
     ],
 )
-def test_a_healthy_server_that_cannot_complete_a_request_is_an_error(
+def test_healthy_server_without_completions_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str
 ) -> None:
     monkeypatch.setattr("jaxrl.bridge.servers.launch.FIRST_REQUEST", 3.0)
@@ -235,7 +233,7 @@ def test_every_server_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "a.host", ""])
-def test_a_server_that_others_can_reach_needs_a_given_key(tmp_path: Path, host: str) -> None:
+def test_reachable_server_needs_a_given_key(tmp_path: Path, host: str) -> None:
     reachable = dataclasses.replace(fake(tmp_path, "answers"), host=host)
     with pytest.raises(ValueError, match=f"{re.escape(repr(host))} needs a.*set JAXRL_API_KEY"):
         LocalServer(Path("model"), reachable, log=tmp_path / "log")

@@ -97,9 +97,7 @@ def test_a_server_whose_weights_are_whole_resumes(monkeypatch, paths) -> None:
 @pytest.mark.parametrize(
     "failure", [None, (500, f"{POISONED} half"), (500, "dead")], ids=["killed", "mixed", "dead"]
 )
-def test_a_server_with_the_weights_of_no_version_is_ill_until_the_next_publish(
-    monkeypatch, failure
-) -> None:
+def test_mixed_weights_are_ill_until_next_publish(monkeypatch, failure) -> None:
     async def script(server: Server) -> None:
         if failure is not None:
             server.fails[UPDATE] = failure
@@ -120,7 +118,7 @@ def test_a_server_with_the_weights_of_no_version_is_ill_until_the_next_publish(
     serve(monkeypatch, script)
 
 
-def test_a_session_that_is_only_closed_names_no_weights(monkeypatch) -> None:
+def test_closing_a_session_names_no_weights(monkeypatch) -> None:
     async def script(server: Server) -> None:
         await server.calls(INIT, "/pause", START, UPDATE)
         server.fails[UPDATE] = 500, f"{REFUSED} no payload"
@@ -133,7 +131,7 @@ def test_a_session_that_is_only_closed_names_no_weights(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("text", [f"{REFUSED} missing", f"{POISONED} half: {REFUSED} missing"])
-def test_errors_that_the_application_raises_count_as_its_responses(monkeypatch, text) -> None:
+def test_application_errors_count_as_responses(monkeypatch, text) -> None:
     async def script(server: Server) -> None:
         server.raises[UPDATE] = text
         with pytest.raises(RuntimeError):
@@ -144,7 +142,7 @@ def test_errors_that_the_application_raises_count_as_its_responses(monkeypatch, 
     serve(monkeypatch, script)
 
 
-def test_a_learner_that_comes_back_too_late_is_refused(monkeypatch) -> None:
+def test_late_learner_is_refused(monkeypatch) -> None:
     """It was stopped, and the server has resumed: its load would come without a pause."""
 
     async def script(server: Server) -> None:
@@ -170,7 +168,7 @@ def test_a_long_request_keeps_its_lease(monkeypatch) -> None:
     serve(monkeypatch, script)
 
 
-def test_a_server_that_does_not_resume_is_ill(monkeypatch) -> None:
+def test_server_that_cannot_resume_is_ill(monkeypatch) -> None:
     async def script(server: Server) -> None:
         server.fails["/resume"] = 500, "dead"
         await server.calls(INIT, "/pause")

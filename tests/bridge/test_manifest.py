@@ -20,7 +20,7 @@ def test_round_trip() -> None:
     assert manifest.parse(manifest.dump(written)) == written
 
 
-def test_every_manifest_that_is_written_is_another_generation() -> None:
+def test_every_manifest_is_a_new_generation() -> None:
     content, seen = Manifest(7, LEARNER, (ENTRY,)), set[tuple[int, int] | None]()
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         directory = Path(name)

@@ -46,7 +46,7 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_directory_of_a_living_process_stays_and_of_a_killed_one_goes(tmp_path: Path) -> None:
+def test_only_directories_of_dead_processes_go(tmp_path: Path) -> None:
     (tmp_path / "jaxrl-owned-foreign").mkdir()
     (tmp_path / "jaxrl-owned-foreign" / "file").touch()
     with owner(tmp_path) as (directory, _):
@@ -107,7 +107,7 @@ def test_belongings_go_with_the_directory(tmp_path: Path) -> None:
     assert outside.exists()
 
 
-def test_a_directory_whose_removal_was_killed_is_still_known(tmp_path: Path) -> None:
+def test_killed_removal_is_still_known(tmp_path: Path) -> None:
     with owner(tmp_path) as (directory, _):
         pass
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
 
 @settings(max_examples=500)
 @given(st.lists(st.text(max_size=20) | st.binary(max_size=20), max_size=5))
-def test_a_damaged_list_of_belongings_removes_nothing_foreign(lines: list[str | bytes]) -> None:
+def test_damaged_list_removes_nothing_foreign(lines: list[str | bytes]) -> None:
     """Names of files that exist, with inodes that are theirs or not, and any bytes."""
     with tempfile.TemporaryDirectory() as parent:
         foreign = Path(parent) / "sub"

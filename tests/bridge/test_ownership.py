@@ -17,7 +17,7 @@ def connect(ownership: Ownership, learner: LearnerIdentity) -> None:
     ownership.take(learner)
 
 
-def test_a_second_learner_is_refused_until_the_first_disconnects() -> None:
+def test_second_learner_is_refused() -> None:
     ownership = Ownership()
     connect(ownership, A)
     with pytest.raises(ForeignError, match=r"runs/a on host.*JAXRL_TAKE_OVER='runs/a on host'"):
@@ -31,7 +31,7 @@ def test_a_second_learner_is_refused_until_the_first_disconnects() -> None:
         ownership.require(A)
 
 
-def test_taking_over_names_the_learner_that_is_replaced() -> None:
+def test_taking_over_names_the_replaced_learner() -> None:
     ownership = Ownership()
     connect(ownership, A)
     with pytest.raises(ForeignError):
@@ -43,7 +43,7 @@ def test_taking_over_names_the_learner_that_is_replaced() -> None:
         connect(ownership, A)
 
 
-def test_a_resumed_run_connects_and_its_earlier_process_stays_out() -> None:
+def test_resumed_run_replaces_its_earlier_process() -> None:
     ownership = Ownership()
     connect(ownership, A)
     resumed = new_learner(A.name)

@@ -45,7 +45,7 @@ def test_every_byte_is_written_once(sizes: list[int], batch_bytes: int) -> None:
         assert found[entry.offset :][: tensor.nbytes].tobytes() == tensor.tobytes()
 
 
-def test_after_an_error_of_the_source_nobody_writes() -> None:
+def test_source_error_stops_all_writers() -> None:
     class Broken(ListSource):
         def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
             yield from self.tensors.items()

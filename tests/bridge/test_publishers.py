@@ -68,7 +68,7 @@ def test_source_gathers_from_a_mesh(config: DecoderConfig) -> None:
     assert whole == gathered
 
 
-def test_source_refuses_parameters_that_differ_from_the_specs() -> None:
+def test_source_refuses_unexpected_parameters() -> None:
     tree = params(QWEN3, 0)
     del tree["final_norm"]
     with pytest.raises(ValueError, match="final_norm"):
@@ -93,7 +93,7 @@ def test_shared_memory_publishes_every_version(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shared_memory_is_read_by_its_user_only(tmp_path: Path) -> None:
+def test_shared_memory_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with SharedMemoryPublisher(
@@ -109,7 +109,7 @@ def test_shared_memory_is_read_by_its_user_only(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_writer_that_ends_early_leaves_no_manifest(tmp_path: Path) -> None:
+def test_interrupted_write_leaves_no_manifest(tmp_path: Path) -> None:
     class Killed(ListSource):
         def __iter__(self):
             for item in self.tensors.items():
@@ -139,7 +139,7 @@ def test_a_source_must_follow_its_specs(tmp_path: Path) -> None:
         publisher.publish(Liar({"a": np.zeros(3, np.float32)}), version=0)
 
 
-def test_the_worst_failure_is_raised_if_no_server_takes_the_version(tmp_path: Path) -> None:
+def test_worst_failure_is_raised(tmp_path: Path) -> None:
     servers = [Recorder(), Recorder(), Recorder()]
     failures = [RefusedError("no"), PoisonedError("half"), UnavailableError("nobody there")]
     source = ListSource({"a": np.zeros(3, np.float32)})

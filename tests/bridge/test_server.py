@@ -124,7 +124,7 @@ def ask_through(server: LocalServer, publish: Callable[[], None]) -> list[Output
     return outputs
 
 
-def test_a_request_in_flight_continues_with_the_new_weights(server: LocalServer) -> None:
+def test_request_in_flight_continues_with_new_weights(server: LocalServer) -> None:
     """Its tokens come from the old weights before the publish and from the new ones after it."""
     with SharedMemoryPublisher([control(server)], wire=F32, sampler=F32) as publisher:
         for attempt in range(5):  # a publish may fall between two requests
@@ -150,7 +150,7 @@ def test_a_request_in_flight_continues_with_the_new_weights(server: LocalServer)
 
 
 @pytest.mark.parametrize(("in_flight", "attempts"), [("wait", 1), ("abort", 5)])
-def test_requests_in_flight_finish_or_abort_before_the_update(
+def test_requests_finish_or_abort_before_update(
     server: LocalServer, in_flight: Any, attempts: int
 ) -> None:
     with SharedMemoryPublisher(
@@ -195,7 +195,7 @@ def kill(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_next_publish_repairs_what_a_killed_learner_left(
+def test_next_publish_repairs_after_killed_learner(
     server: LocalServer, publisher: SharedMemoryPublisher, kill: Callable[[str], Path], place: str
 ) -> None:
     expected = ask(server, PROMPT, 24)
@@ -215,7 +215,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def test_a_lease_that_runs_out_resumes_or_reports_ill_health(
+def test_expired_lease_resumes_or_reports(
     server: LocalServer, publisher: SharedMemoryPublisher, kill: Callable[[str], Path]
 ) -> None:
     old, own = ask(server, PROMPT, 24), control(server)
@@ -317,7 +317,7 @@ def test_fifty_publishes_under_load(server: LocalServer, publisher: SharedMemory
     assert set(final.versions) == {52}
 
 
-def test_processes_that_wait_leave_the_cores_to_others(server: LocalServer) -> None:
+def test_waiting_processes_use_no_core(server: LocalServer) -> None:
     """vLLM's own would compute in vain for a second after each message, on a core each."""
 
     def computed() -> float:

@@ -124,7 +124,7 @@ def test_a_failed_server_is_skipped_and_recovers(two, path, failure, kind):
     assert all(server.connected for server in servers)
 
 
-def test_a_server_that_returns_with_another_dtype_is_skipped(two):
+def test_server_with_another_dtype_is_skipped(two):
     (healthy, changed), servers = two
     changed.fails["*"] = (503, "starting")
     publish(servers, 1)
@@ -135,7 +135,7 @@ def test_a_server_that_returns_with_another_dtype_is_skipped(two):
     assert (servers[1].connected, servers[1].last_error) == (False, dtype)
 
 
-def test_an_update_that_never_reached_the_engine_is_a_refusal(two):
+def test_undelivered_update_is_a_refusal(two):
     """Nothing was touched, so the old weights are served again."""
     (_, failing), servers = two
     publish(servers, 1)
@@ -145,7 +145,7 @@ def test_an_update_that_never_reached_the_engine_is_a_refusal(two):
     assert (failing.version, failing.paused) == ("1", False)
 
 
-def test_a_session_that_cannot_be_opened_is_no_poison(two):
+def test_unopened_session_does_not_poison(two):
     (_, failing), servers = two
     failing.fails["/start_weight_update"] = (500, "already active")
     with pytest.raises(UnavailableError, match="already active"):
@@ -156,7 +156,7 @@ def test_a_session_that_cannot_be_opened_is_no_poison(two):
 
 
 @pytest.mark.parametrize("health", [f"{UNFINISHED} the learner was silent", DEAD])
-def test_a_server_with_an_unfinished_publish_gets_the_next_one(two, health):
+def test_unfinished_publish_is_followed_by_the_next(two, health):
     (_, ill), servers = two
     publish(servers, 1)
     servers[1].connected = False
@@ -170,7 +170,7 @@ def test_a_server_with_an_unfinished_publish_gets_the_next_one(two, health):
 
 
 @pytest.mark.parametrize(("version", "told"), [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.33.0", 1)])
-def test_a_server_whose_version_was_never_tried_is_told_once(version, told):
+def test_untried_version_is_reported_once(version, told):
     lines = []
     with running() as (vllm, server):
         vllm.fails["/version"] = (200, json.dumps({"version": version}))
@@ -190,7 +190,7 @@ def test_a_server_whose_version_was_never_tried_is_told_once(version, told):
     assert all(f"{server.url} runs vLLM 0.33.0" in line for line in lines)
 
 
-def test_connecting_tolerates_a_failed_server_but_not_a_wrong_one():
+def test_connecting_tolerates_failed_servers_only():
     with running() as (vllm, server):
         vllm.fails["*"] = (500, DEAD)
         server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)

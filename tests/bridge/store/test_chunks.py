@@ -20,7 +20,7 @@ def test_chunks_are_all_bytes_in_order(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_digest_is_a_function_of_the_bytes(size: int) -> None:
+def test_digest_depends_on_bytes_only(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     assert digest(data.data) == digest(data.tobytes())
     assert digest(data.data) != digest(data.tobytes() + b"\0")

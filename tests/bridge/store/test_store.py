@@ -90,7 +90,7 @@ def test_only_what_changed_travels(tmp_path: Path) -> None:
     assert not [path for path in root.rglob("*") if path.is_file()]
 
 
-def test_whole_chunks_for_a_host_without_the_base(tmp_path: Path) -> None:
+def test_host_without_base_gets_whole_chunks(tmp_path: Path) -> None:
     """One that joins late, that misses a version, or whose agent finds its slot changed."""
     (early,), root = host(tmp_path / "a"), tmp_path / "store"
     (late,) = host(tmp_path / "b")
@@ -117,7 +117,7 @@ def test_whole_chunks_for_a_host_without_the_base(tmp_path: Path) -> None:
             assert early.whole == 0
 
 
-def test_a_new_agent_goes_on_with_what_it_finds(tmp_path: Path) -> None:
+def test_new_agent_continues(tmp_path: Path) -> None:
     (server,) = host(tmp_path / "a")
     with publisher([server], (tmp_path / "store").as_uri()) as learner:
         for number in range(5):
@@ -129,9 +129,7 @@ def test_a_new_agent_goes_on_with_what_it_finds(tmp_path: Path) -> None:
             assert server.whole == 0
 
 
-def test_a_slot_that_is_not_filled_has_no_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfilled_slot_has_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (server,) = host(tmp_path / "a")
     with publisher([server], (tmp_path / "store").as_uri()) as learner:
         for number in range(3):
@@ -200,7 +198,7 @@ def test_adapters_travel_as_directories(tmp_path: Path) -> None:
     assert server.whole == 0
 
 
-def test_a_host_refuses_what_it_should_not_take(tmp_path: Path) -> None:
+def test_host_refuses_invalid_requests(tmp_path: Path) -> None:
     (server,) = host(tmp_path / "a")
     root = tmp_path / "store"
     with publisher([server], root.as_uri(), learner=LEARNER) as learner:
@@ -239,9 +237,7 @@ def test_a_host_refuses_what_it_should_not_take(tmp_path: Path) -> None:
         (b"{", b"[" * 100_000),
     ],
 )
-def test_a_manifest_that_no_learner_wrote_is_refused(
-    tmp_path: Path, old: bytes, new: bytes
-) -> None:
+def test_foreign_manifest_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
     with publisher([], (tmp_path / "store").as_uri(), learner=LEARNER) as learner:
         learner._write(ListSource({"a": np.zeros(3, F16)}), version=0)
         (file,) = tmp_path.rglob("versions/0-*")

@@ -106,7 +106,7 @@ def damage(seed: int) -> Callable[[bytes], bytes | None]:
 
 
 @NGINX
-def test_over_a_link_that_delays_cuts_and_corrupts(port: int, tmp_path: Path) -> None:
+def test_unreliable_link(port: int, tmp_path: Path) -> None:
     """Exact after every publish; a host that gave up has the next version."""
     servers = [*host(tmp_path / "a", key=KEY), *host(tmp_path / "b", key=KEY)]
     with (
@@ -123,7 +123,7 @@ def test_over_a_link_that_delays_cuts_and_corrupts(port: int, tmp_path: Path) ->
 
 
 @NGINX
-def test_a_store_that_is_gone_is_an_error_with_its_name(port: int, tmp_path: Path) -> None:
+def test_missing_store_is_named(port: int, tmp_path: Path) -> None:
     with Link(port) as link:
         url = f"http://127.0.0.1:{link.port}/path"
     with pytest.MonkeyPatch.context() as patch:
