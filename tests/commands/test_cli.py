@@ -52,7 +52,7 @@ def test_every_command_has_help(command, capsys):
     assert f"jaxrl {command}" in capsys.readouterr().out
 
 
-def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
+def test_full_help_shows_every_key(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
         main(["train", "--help", "all"])
@@ -64,7 +64,7 @@ def test_help_of_train_shows_every_key_with_its_default(capsys, monkeypatch):
     assert "Each step samples a *rollout batch*" in shown
 
 
-def test_help_of_train_is_one_screen_that_leads_to_every_table(capsys, monkeypatch):
+def test_short_help_fits_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
@@ -171,7 +171,7 @@ def test_ctrl_c_leaves_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "jaxrl config: interrupted\n"
 
 
-def test_a_users_function_cannot_end_the_program_unseen(tmp_path, capsys):
+def test_exit_of_a_users_function_is_reported(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
     path = f"{tmp_path}/mine.py:reward"
     assert main(["config", *REQUIRED, "--reward.path", path]) == 1
@@ -180,7 +180,7 @@ def test_a_users_function_cannot_end_the_program_unseen(tmp_path, capsys):
     assert "loss.name = 'sys:exit'" in capsys.readouterr().err
 
 
-def test_an_exit_in_a_command_is_an_error(monkeypatch, capsys):
+def test_exit_in_a_command_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.commands.config.main", lambda _: sys.exit(0))
     assert main(["config"]) == 1
     assert "test_cli.py:" in (error := capsys.readouterr().err)
@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("argv", [["config", *REQUIRED], ["losses", "grpo"]])  # long, and short
-def test_output_that_cannot_be_written_is_an_error(argv):
+def test_unwritable_output_is_an_error(argv):
     command = [*JAXRL, *argv]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -268,7 +268,7 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
         assert f"{prompt}\n{row['completion']}" in out
 
 
-def test_generate_asks_for_no_more_tokens_than_the_model_has_positions(material, capsys):
+def test_generate_respects_the_models_positions(material, capsys):
     """sampling.max_tokens is 512 by default, twice as many."""
     argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1="]
     assert main(["generate", "--precision=fp32", "--greedy", *argv]) == 0
@@ -291,13 +291,13 @@ def test_generate_asks_for_no_more_tokens_than_the_model_has_positions(material,
     ],
     ids=["tokens", "characters", "empty", "bytes"],
 )
-def test_a_prompt_that_the_model_cannot_take_is_named(material, capsys, prompt, message):
+def test_invalid_prompt_is_named(material, capsys, prompt, message):
     argv = ["--model.path", f"{material}/untrained", "--prompt.template=text", "1+1=", prompt]
     assert main(["generate", "--sampling.max_tokens=6", *argv]) == 1
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_standard_input_that_is_not_utf8_is_named(material, capsys, monkeypatch):
+def test_standard_input_must_be_utf8(material, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1+1=\n\xff"), "utf-8"))
     assert main(["generate", "--model.path", f"{material}/untrained"]) == 1
     assert "jaxrl generate: standard input is not UTF-8: " in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_second_start_of_train_compiles_nothing(material, tmp_path):
     assert loaded == every > 0
 
 
-def test_cache_is_turned_off_by_the_variable_of_jax(material, tmp_path):
+def test_jax_variable_turns_the_cache_off(material, tmp_path):
     command = [
         "generate",
         f"--model.path={material / 'untrained'}",
@@ -100,7 +100,7 @@ def settings(monkeypatch, **environment: str) -> dict[str, str]:
     return environment
 
 
-def test_default_cache_is_bounded_and_belongs_to_one_processor(tmp_path, monkeypatch):
+def test_default_cache_is_bounded_per_processor(tmp_path, monkeypatch):
     directories = set()
     for processor in ("one", "another"):
         monkeypatch.setattr(compile_cache, "processor", lambda name=processor: name)
@@ -111,7 +111,7 @@ def test_default_cache_is_bounded_and_belongs_to_one_processor(tmp_path, monkeyp
     assert all(path.is_relative_to(tmp_path / "jaxrl") for path in directories)
 
 
-def test_directory_of_the_user_is_respected_and_not_bounded(tmp_path, monkeypatch):
+def test_users_cache_directory_is_not_bounded(tmp_path, monkeypatch):
     given = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "mine"}
     found = settings(monkeypatch, **given)
     assert found["JAX_COMPILATION_CACHE_DIR"] == "mine"
@@ -129,7 +129,7 @@ def test_simulated_devices_have_no_cache(given, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_cache_is_left_out_where_its_directory_cannot_be_made(tmp_path, monkeypatch):
+def test_unwritable_cache_directory_disables_the_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     found = settings(monkeypatch, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert "JAX_COMPILATION_CACHE_DIR" not in found

@@ -36,7 +36,7 @@ NEARLY = finding("nearly", error=1.002, phantom=0, std=2e-3, seconds=0.95)
 WRONG = finding("wrong", error=1.02, phantom=0.01, std=3e-2, seconds=0.1)
 
 
-def test_fastest_good_precision_is_recommended_and_ties_go_to_the_smallest_beta():
+def test_fastest_good_precision_is_recommended():
     advice = recommend([EXACT, QUICK, NEARLY, WRONG])
     assert "'quick'" in advice
     assert "exact, nearly would also work" in advice
@@ -47,7 +47,7 @@ def test_fastest_good_precision_is_recommended_and_ties_go_to_the_smallest_beta(
     assert "'exact'" in recommend(untimed)
 
 
-def test_without_a_good_precision_the_best_is_named_with_a_remedy():
+def test_best_precision_is_named_with_a_remedy():
     worse = finding("worse", error=1.2, phantom=0.2, std=0.3)
     advice = recommend([worse, WRONG])
     assert "No precision is good" in advice

@@ -15,7 +15,7 @@ REWARDS = np.random.default_rng(0).integers(0, 2, (7, 6)).astype(float)
 
 
 @pytest.mark.parametrize("k", range(1, 7))
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(k):
+def test_pass_at_k_averages_all_subsets(k):
     chosen = [
         np.max(REWARDS[:, list(some)], axis=1) for some in itertools.combinations(range(6), k)
     ]
@@ -35,7 +35,7 @@ def test_majority_shares_a_prompt_among_equals():
     assert majority(answers, rewards) == pytest.approx((1 + 0 + 0.5 + 0) / 4)
 
 
-def test_interval_covers_the_mean_of_prompts_at_its_rate():
+def test_interval_has_its_coverage():
     rng = np.random.default_rng(1)
     covered = 0
     for _ in range(1000):

@@ -107,7 +107,7 @@ def test_command(capsys):
     assert main(["losses", "gppo"]) == 1
 
 
-def test_every_metric_of_a_loss_is_on_its_page():
+def test_every_loss_metric_is_documented():
     sequences = random_sequences(0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
     losses = [*TERMS.values()]

@@ -73,7 +73,7 @@ def test_all_missing_inputs_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("key", [*DIRECTORIES, *FILES, *FUNCTIONS])
-def test_a_path_that_the_file_system_refuses_is_named_with_its_key(key: str) -> None:
+def test_refused_path_names_its_key(key: str) -> None:
     for bad, reason in (
         ("x" * 5000, "File name too long"),
         ("folder/" + "\N{SNOWMAN}" * 100, "File name too long"),  # 300 bytes
@@ -91,7 +91,7 @@ def test_a_path_that_the_file_system_refuses_is_named_with_its_key(key: str) -> 
 
 
 @pytest.mark.parametrize("key", [*DIRECTORIES, *FILES, *FUNCTIONS])
-def test_a_path_of_the_wrong_kind_is_named_with_its_key(key: str) -> None:
+def test_path_of_wrong_kind_names_its_key(key: str) -> None:
     right, wrong = ("folder", "file") if key in DIRECTORIES else ("file", "folder")
     if key in FUNCTIONS:
         Path("folder.py").mkdir()
@@ -118,7 +118,7 @@ def as_nobody() -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="changes the user of this process")
 @pytest.mark.parametrize("key", [*DIRECTORIES, *FILES, *FUNCTIONS])
-def test_a_path_that_may_not_be_read_is_named_with_its_key(key: str, tmp_path: Path) -> None:
+def test_unreadable_path_names_its_key(key: str, tmp_path: Path) -> None:
     name = "folder" if key in DIRECTORIES else "file"
     value = "file.py:function" if key in FUNCTIONS else name
     config = load(key, value)

@@ -99,7 +99,7 @@ def test_server_that_exits_once_ready_waits_too(world):
     assert world.starts < 10
 
 
-def test_hanging_server_restarts_and_slow_server_does_not(world):
+def test_only_hanging_server_restarts(world):
     with world.replica() as replica:
         for _ in range(3):
             world.well = False
@@ -120,7 +120,7 @@ def test_first_start_must_succeed(world):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_replicas_start_at_the_same_time_or_one_after_the_other(together):
+def test_replicas_start_together_or_in_turn(together):
     worlds, events = [World(8000), World(8001)], list[str]()
     for world in worlds:
         world.events = events
@@ -132,7 +132,7 @@ def test_replicas_start_at_the_same_time_or_one_after_the_other(together):
     assert [world.stops for world in worlds] == [1, 1]
 
 
-def test_a_replica_that_ends_while_another_is_waited_for_stops_all():
+def test_replica_failing_at_startup_stops_all():
     first, second = World(8000, starting=3), World(8001)
 
     def begun() -> Iterator[Replica]:

@@ -68,7 +68,7 @@ def test_restarted_server_keeps_its_address_and_key(monkeypatch, capsys, tmp_pat
     assert "failed; restarting in 0 s: killed" in shown.err
 
 
-def test_server_that_others_reach_needs_a_given_key(monkeypatch, tmp_path):
+def test_reachable_server_needs_a_given_key(monkeypatch, tmp_path):
     """Nothing is started and no key is made: the learner could not find it."""
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -86,7 +86,7 @@ class StartedError(Exception):
     pass
 
 
-def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
+def test_runs_server_gets_a_secret_key(monkeypatch, tmp_path):
     """Other users of the machine can reach loopback as well."""
     keys: list[str | None] = []
 
@@ -112,7 +112,7 @@ def test_server_of_a_run_gets_a_secret_key(monkeypatch, tmp_path):
     assert keys[-1] == "mine"
 
 
-def test_a_run_finds_the_key_of_a_running_server(monkeypatch, tmp_path):
+def test_run_finds_the_servers_key(monkeypatch, tmp_path):
     """Without the user doing anything, for samples and for weights."""
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

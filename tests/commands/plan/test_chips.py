@@ -27,7 +27,7 @@ def test_products_by_hand():
 
 
 @pytest.mark.parametrize(("platform", "chips"), [("gpu", GPUS), ("tpu", TPUS)])
-def test_every_policy_that_a_platform_accepts_has_a_rate(platform, chips):
+def test_every_accepted_precision_has_a_rate(platform, chips):
     accepted = [
         f"fp32,products={name}" for name, (_, there) in PRODUCTS.items() if platform in there
     ]
@@ -42,7 +42,7 @@ def test_unknown_rates():
     assert products(parse("fp32,compute=f64"), CHIPS["h100"]) is None
 
 
-def test_jax_takes_a_part_of_a_gpus_memory(monkeypatch):
+def test_jax_preallocates_part_of_gpu_memory(monkeypatch):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     assert memory_fraction() == 0.75
@@ -50,7 +50,7 @@ def test_jax_takes_a_part_of_a_gpus_memory(monkeypatch):
     assert memory_fraction() == 0.92
 
 
-def test_missing_compiler_error_says_how_to_install_it(monkeypatch):
+def test_missing_compiler_error_names_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
         ModuleNotFoundError, match=f"pip install jax-cuda12-plugin=={jax.__version__}"

@@ -44,7 +44,7 @@ def run_with(compiler, command):
     ("compiler", "topology"),
     [pytest.param(TPU, "v5e:2x2", marks=needs(TPU)), pytest.param(GPU, "h100:4", marks=needs(GPU))],
 )
-def test_compiled_products_have_the_operands_that_the_policy_names(tmp_path, compiler, topology):
+def test_compiled_products_follow_the_precision(tmp_path, compiler, topology):
     write_model(tmp_path)
     precisions = ("fp32", "fp16_master", "bf16_master")
     command = [sys.executable, "-m", "tests.commands.plan.compiled_products", topology]
@@ -88,7 +88,7 @@ def test_step_with_splash_attention_compiles_for_v5e(tmp_path, monkeypatch):
 
 
 @needs(TPU)
-def test_single_chip_is_a_topology_and_an_impossible_one_is_an_error():
+def test_single_chip_and_impossible_topology():
     program = """
 from jaxrl.commands.plan.topology import open_topology
 for name in ("v6e:1x1", "v5p:1x1x1"):

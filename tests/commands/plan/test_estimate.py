@@ -62,7 +62,7 @@ def test_text():
         ("smollm3_3b", 3.08),
     ],
 )
-def test_every_family_has_as_many_parameters_as_published(name, billions):
+def test_parameter_counts_are_as_published(name, billions):
     specs = param_specs(huggingface.load_config(MODELS / name))
     assert round(parameter_count(specs) / 1e9, 2) == billions
 

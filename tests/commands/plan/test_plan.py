@@ -33,7 +33,7 @@ def planned(tmp_path_factory):
     return config, topology, compile_step(config, topology)
 
 
-def test_step_of_the_run_is_compiled_without_weights(planned):
+def test_step_compiles_without_weights(planned):
     _, _, program = planned
     assert (program.rows, program.microbatches, program.row_length) == (8, 4, 32)
     count = parameter_count(program.step.model.specs)
@@ -66,7 +66,7 @@ def test_plan_ends_with_the_verdict(planned):
     assert "tokens/s" in plan.plan_text(config, small, program, link_rate=1e9)
 
 
-def test_decoding_reads_the_weights_and_the_cache_once(planned):
+def test_decoding_reads_weights_and_cache_once(planned):
     config, topology, program = planned
     found, cache = program.decoding, program.resident.cache
     # All weights but the experts that no token chooses, on each half of the axis `tensor`.
@@ -91,7 +91,7 @@ def test_decoding_reads_the_weights_and_the_cache_once(planned):
     assert "rejected by the compiler: out of memory" in text
 
 
-def test_decode_step_reads_the_experts_that_its_tokens_choose():
+def test_decode_step_reads_chosen_experts():
     specs = param_specs(tiny.MOE)
     few, many = (read_weights(tiny.MOE, specs, rows=rows) for rows in (1, 1000))
     experts = tiny.MOE.experts
@@ -233,7 +233,7 @@ def test_rejected_step_has_its_figures(planned, monkeypatch):
     assert text.splitlines()[-1] == "peak 3.5 GiB of 1.8 GiB per chip: does not fit"
 
 
-def test_missing_cudnn_error_says_how_to_install_it(planned, monkeypatch):
+def test_missing_cudnn_error_names_the_package(planned, monkeypatch):
     def reject(*_, **__):
         raise jax.errors.JaxRuntimeError("NOT_FOUND: cuDNN not found.")
 
@@ -259,7 +259,7 @@ def test_flops_by_hand(planned):
     assert found == 3 * (2 * 10 * weights + attention)
 
 
-def test_token_uses_the_router_and_its_own_experts():
+def test_token_flops_count_router_and_chosen_experts():
     experts = tiny.MOE.experts
     every = dataclasses.replace(experts, per_token=experts.count)
     specs = param_specs(tiny.MOE)
@@ -272,7 +272,7 @@ def test_token_uses_the_router_and_its_own_experts():
     assert all_of_them - some == 2 * 10 * tiny.MOE.num_layers * left_out * 3 * matrix
 
 
-def test_masked_products_of_experts_count_as_often_as_they_are_computed(planned):
+def test_masked_expert_products_are_counted(planned):
     step = planned[2].step
     specs = param_specs(tiny.MOE)
     model = step.model._replace(config=tiny.MOE, specs=specs)
@@ -317,7 +317,7 @@ def test_unknown_topology_is_an_error(name):
         open_topology(name)
 
 
-def test_missing_compiler_error_says_how_to_install_it(monkeypatch):
+def test_missing_compiler_error_names_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax\[tpu\]'"):
         open_topology("v5e:2x2")

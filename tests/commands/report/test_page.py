@@ -24,7 +24,7 @@ def page(runs, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (820, False), (1400, False)])
-def test_page_is_drawn_at_every_width_in_light_and_dark(page, width, dark):
+def test_page_fits_every_width_and_theme(page, width, dark):
     page.requests.clear()
     page.open(page.file, width=width, dark=dark)
     titles = page.run("[...document.querySelectorAll('.chart h3')].map((e) => e.textContent)")
@@ -45,7 +45,7 @@ def test_page_is_drawn_at_every_width_in_light_and_dark(page, width, dark):
     assert set(page.requests) == {page.file.resolve().as_uri()}
 
 
-def test_choosing_a_run_and_hovering_over_a_curve(page):
+def test_run_choice_and_curve_hover(page):
     page.open(page.file, width=1400, dark=False)
     labels = "[...document.querySelectorAll('.chart .u-legend')][0].textContent"
     assert "first" in page.run(labels)
@@ -75,7 +75,7 @@ def choose(page, key, value):
     )
 
 
-def test_completions_by_step_and_reward_with_coloured_tokens(page):
+def test_completions_are_sorted_and_coloured(page):
     page.open(page.file, width=820, dark=False)
     prompts = "[...document.querySelectorAll('.prompt')].map((e) => e.textContent)"
     assert page.run(prompts) == [SAMPLE["prompt"], "1+1="]
@@ -105,7 +105,7 @@ def test_completions_by_step_and_reward_with_coloured_tokens(page):
     assert page.errors == []
 
 
-def test_siblings_stand_side_by_side_with_their_numbers(page):
+def test_siblings_are_side_by_side(page):
     page.open(page.file, width=1400, dark=False)
     cards = "[...document.querySelectorAll('.prompt-card')]"
     assert page.run(f"{cards}.map((e) => e.querySelectorAll('.completion').length)") == [2, 1]
@@ -150,7 +150,7 @@ def test_a_curve_ends_where_its_run_ends(page, runs, tmp_path):
     assert page.run(at % "null") == ["0.4", "0.2"]
 
 
-def test_smoothing_is_the_mean_of_the_last_steps(page):
+def test_smoothing_is_a_trailing_mean(page):
     page.open(page.file, width=1400, dark=False)
     page.run(
         "(() => { const s = document.getElementById('smoothing'); s.value = '5';"
@@ -228,7 +228,7 @@ def test_page_shows_discarded_steps(page, gone_back, tmp_path):
     assert page.errors == []
 
 
-def test_servers_of_a_run_are_linked_and_nothing_else_is(page, tmp_path):
+def test_only_servers_are_linked(page, tmp_path):
     write(tmp_path / "metrics.jsonl", [entry(1, slope=0.1)])
     urls = '["http://one:8000", "https://two/", "javascript:alert(1)"]'
     (tmp_path / "config.toml").write_text(f"[sampler]\nurl = {urls}\n")

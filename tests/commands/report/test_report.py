@@ -30,7 +30,7 @@ def test_page_holds_the_data_and_loads_nothing(runs, capsys):
     assert len(page) < 200_000
 
 
-def test_two_runs_on_one_page_in_another_directory(runs, tmp_path, capsys):
+def test_two_runs_on_one_page(runs, tmp_path, capsys):
     file = tmp_path / "new" / "compared.html"
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     assert main(["report", str(runs / "second"), str(runs / "first"), "--out", str(file)]) == 0
@@ -104,7 +104,7 @@ def test_page_holds_only_what_it_draws(tmp_path):
     assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
 
 
-def test_loss_comes_first_where_texts_or_pairs_are_learnt():
+def test_loss_comes_first_without_rewards():
     known = {"loss", "eval/accuracy", "grad_norm"}
     first, second = charts_of(known)
     assert set(first["metrics"]) == {"loss", "eval/accuracy"}

@@ -28,7 +28,7 @@ def test_blocks_span_the_values_shown():
     assert len(blocks(list(range(1000)))) == 40
 
 
-def test_value_that_is_not_finite_is_shown_as_nan():
+def test_non_finite_value_is_shown_as_nan():
     broken = [{**e, "grad_norm": None, "kl": None} for e in steps(12)[10:]]
     rows = dict(line.split(maxsplit=1) for line in seen([*steps(10), *broken]).splitlines()[1:])
     assert rows["KL"].split() == ["nan", 10 * "▁" + "xx"]

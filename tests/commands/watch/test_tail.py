@@ -46,7 +46,7 @@ def test_tail_equals_the_file_after_any_changes(tmp_path_factory, changes):
 
 
 @pytest.mark.parametrize("line", ['{"st', "7", '{"time": 1}', '{"step": 1, "event": {}}'])
-def test_line_that_is_not_an_entry_is_named(tmp_path, line):
+def test_invalid_line_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not an entry"):
         Tail(tmp_path / "metrics.jsonl").read()
