@@ -60,7 +60,7 @@ def test_every_key_is_documented():
         }
     )
 )
-def test_resolved_config_loads_again_to_an_equal_one(tree):
+def test_resolved_config_round_trips(tree):
     config = validate(Config, REQUIRED | tree)
     assert validate(Config, tomllib.loads(dumps(config))) == config
 
@@ -173,7 +173,7 @@ def test_error_names_key_and_fix(changes, message):
 
 
 @pytest.mark.parametrize("loss", [{}, {"advantage": "opo"}, {"name": "max_rl"}])
-def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
+def test_single_answers_have_no_baseline(loss):
     keys = {f"loss__{key}": value for key, value in loss.items()}
     with pytest.raises(ValueError, match=r"set train\.group_size to 2 or more"):
         make_recipe(with_keys(train__group_size=1, **keys))
@@ -181,14 +181,14 @@ def test_one_answer_to_each_prompt_has_nothing_to_be_compared_with(loss):
 
 
 @pytest.mark.parametrize("loss", [{"name": "gdpo"}, {"advantage": "gdpo"}])
-def test_a_penalty_that_the_advantage_would_not_see_is_refused(loss):
+def test_unused_penalty_is_refused(loss):
     keys = {f"loss__{key}": value for key, value in loss.items()}
     with pytest.raises(ValueError, match=r"reward\.kl = 0\.1 .* use loss\.kl"):
         make_recipe(with_keys(reward__kl=0.1, **keys))
     make_recipe(with_keys(loss__kl=0.1, **keys))
 
 
-def test_a_policys_loss_that_reads_values_is_refused():
+def test_policy_loss_reading_values_is_refused():
     with pytest.raises(ValueError, match="critic=Critic"):
         make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
 
@@ -244,13 +244,13 @@ def test_override_errors(override, message):
 @pytest.mark.parametrize(
     "content", [b"\xff\xfes\0", b"seed = " + b"9" * 5000, b"a = " + b"[" * 100_000, b"[model"]
 )
-def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content):
+def test_invalid_toml_names_the_file(tmp_path: Path, content):
     (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"a\.toml: not a TOML file: "):
         load(Config, file=tmp_path / "a.toml")
 
 
-def test_a_byte_order_mark_and_windows_lines_are_no_error(tmp_path: Path):
+def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf" + b"seed = 3\r\n[model]\r\n")
     with pytest.raises(ConfigError, match=r"^model\.path is missing"):
         load(Config, file=tmp_path / "a.toml")
@@ -280,7 +280,7 @@ def test_a_row_is_cut_into_equal_parts():
     assert with_keys(mesh__context=4).mesh.row_shards == 4
 
 
-def test_the_rules_of_a_mesh_can_be_changed():
+def test_mesh_rules_can_be_changed():
     config = with_keys(mesh__fsdp=2, mesh__context=4, mesh__parameters=["embed=fsdp"])
     assert dict(config.mesh.layout_rules.parameters)["embed"] == ("fsdp",)
     assert (config.mesh.batch_shards, config.mesh.sizes["context"]) == (2, 4)
@@ -299,6 +299,6 @@ def test_the_rules_of_a_mesh_can_be_changed():
         ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
     ],
 )
-def test_rules_that_do_not_fit_the_mesh_are_an_error(changes, message):
+def test_rules_must_fit_the_mesh(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_keys(**changes)
