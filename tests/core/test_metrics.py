@@ -17,7 +17,7 @@ SHAPE = (3, 4)
     mask=hnp.arrays(bool, SHAPE),
     cut=st.integers(0, 3),
 )
-def test_means_of_parts_merge_to_the_mean_of_the_whole(values, mask, cut):
+def test_merged_means_equal_the_whole(values, mask, cut):
     whole = masked_mean(jnp.asarray(values), jnp.asarray(mask))
     # Padded parts, not slices: one shape compiles once.
     first, second = ((np.arange(3) < cut)[:, None] & mask, (np.arange(3) >= cut)[:, None] & mask)
@@ -49,7 +49,7 @@ def test_masked_entries_are_never_read():
     assert masked_mean(values, jnp.array([1, 0, 0, 1])).value == 2.0
 
 
-def test_masked_mean_of_booleans_and_half_precision_is_f32():
+def test_masked_mean_is_f32():
     assert masked_mean(jnp.array([True, False, True]), jnp.ones(3, bool)).total == 2.0
     many = jnp.ones(4096, jnp.bfloat16)  # a bf16 sum would stop at 256
     assert masked_mean(many, jnp.ones(4096, bool)).total == 4096.0

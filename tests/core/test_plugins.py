@@ -19,7 +19,7 @@ def test_parameters_are_checked_by_name():
 
 
 @pytest.mark.parametrize("content", ["import sys; sys.exit(0)", "raise SystemExit", "1 / 0", "("])
-def test_a_file_that_fails_or_exits_on_import_is_named(tmp_path, content):
+def test_failing_import_names_the_file(tmp_path, content):
     (tmp_path / "mine.py").write_text(content)
     for _ in range(2):  # it is not half imported either
         with pytest.raises(
@@ -28,7 +28,7 @@ def test_a_file_that_fails_or_exits_on_import_is_named(tmp_path, content):
             load_function(f"{tmp_path}/mine.py:f", builtin=builtins, key="loss.name")
 
 
-def test_the_keys_at_fault_are_named_as_the_config_has_them():
+def test_errors_name_config_keys():
     def make(given):
         if not given.get("low", 0.2) < given.get("high", 0.8) or given.get("gone"):
             raise given.get("gone") or ValueError("clip: low >= high")
@@ -52,7 +52,7 @@ def test_a_function_without_known_parameters_is_named():
         check_parameters(dict, {"a": 1}, key="loss")
 
 
-def test_annotations_for_a_type_checker_alone_are_no_error():
+def test_type_checking_annotations_are_accepted():
     def mine(*, size: "Unknown" = 1):  # noqa: F821
         return size
 

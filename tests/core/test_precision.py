@@ -123,7 +123,7 @@ def test_impossible_loss_scales(text):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_takes_a_dtype_a_type_or_a_short_name(role):
+def test_role_takes_dtype_type_or_name(role):
     precision = PRESETS["fp32"]
     expected = parse(f"fp32,{role}=bf16")
     for value in ("bf16", jnp.bfloat16, jnp.dtype(jnp.bfloat16), np.dtype("bfloat16").type):
@@ -165,7 +165,7 @@ def test_sampler_precision_computes_as_the_sampler_does():
     assert (shadow.logits, shadow.loss_scale) == (jnp.float32, LossScaleSpec())
 
 
-def test_the_form_of_the_samplers_attention_is_also_the_shadows():
+def test_shadow_has_the_samplers_attention_form():
     forms = {name: sampler_precision(parse(f"fp32,latent={name}")).latent for name in LATENT}
     assert forms == {"expanded": "expanded", "sampler": "absorbed", "absorbed": "absorbed"}
     assert disagreement(parse("bf16_master,latent=absorbed")) is None
@@ -242,7 +242,7 @@ def test_presets_with_a_matched_sampler_agree(name):
         ("phantom,latent=sampler", r"^latent = sampler.*; compute = f32"),
     ],
 )
-def test_a_disagreement_names_the_roles_and_the_cure(text, named):
+def test_disagreement_names_roles_and_cure(text, named):
     assert re.search(named, disagreement(parse(text)))
 
 

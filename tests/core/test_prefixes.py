@@ -32,7 +32,7 @@ rollouts = st.lists(
 
 @quick
 @given(samples=rollouts)
-def test_the_tokens_that_the_last_one_sees_are_the_sequence(samples):
+def test_last_token_sees_its_sequence(samples):
     minibatch = pack_minibatch(samples, [i + 1.0 for i in range(len(samples))], shape=SHAPE)
     batch, index = minibatch.batch, np.arange(ROW)
     assert batch.seen_until is not None
@@ -63,7 +63,7 @@ def test_the_tokens_that_the_last_one_sees_are_the_sequence(samples):
 
 @quick
 @given(samples=rollouts)
-def test_no_more_rows_are_used_than_there_is_room_for(samples):
+def test_rows_stay_within_their_bound(samples):
     longest = max((sample.length for sample in samples), default=1)
     used = sum(bool(row) for row in plan_rows(samples, SHAPE).members)
     assert used <= most_rows(len(samples), longest=longest, row_length=ROW)
@@ -81,7 +81,7 @@ def test_a_group_takes_its_prompt_once():
     assert [len(row) for row in plan_rows(group, half).members] == [2, 2]
 
 
-def test_instructions_that_prompts_have_in_common_are_shared():
+def test_common_instructions_are_shared():
     prompts = [np.array([7, 7, 7, 7, n]) for n in (1, 2, 1, 2)]
     samples = [behind(prompt, 2, seed=i) for i, prompt in enumerate(prompts)]
     shape = dataclasses.replace(SHAPE, row_length=40)
@@ -89,7 +89,7 @@ def test_instructions_that_prompts_have_in_common_are_shared():
     assert np.count_nonzero(batch.segments) == 4 + 4 * (1 + 2)
 
 
-def test_tokens_that_were_routed_otherwise_are_not_shared():
+def test_differently_routed_tokens_are_not_shared():
     prompt, experts = np.arange(1, 9), np.zeros((10, 1, 1), np.int16)
     other = experts.copy()
     other[3] = 1
@@ -98,12 +98,12 @@ def test_tokens_that_were_routed_otherwise_are_not_shared():
     assert np.count_nonzero(batch.batch.segments) == 10 + 3 + (10 - 3)
 
 
-def test_a_sequence_longer_than_a_row_is_an_error():
+def test_sequence_longer_than_row_is_an_error():
     with pytest.raises(ValueError, match="has 17 tokens but a row holds 16"):
         plan_rows([rollout(8, 9)], SHAPE)
 
 
-def test_a_group_is_divided_only_if_that_takes_fewer_rows():
+def test_groups_are_divided_only_to_save_rows():
     samples = [behind(np.full(4, g), 3, seed=i) for g in range(3) for i in range(4)]
 
     def groups(row_length):
