@@ -73,7 +73,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
     assert len(prompts(path, limit=1).examples) == 1
 
 
-def test_the_rendering_applies_template_system_prompt_and_format(tmp_path: Path):
+def test_rendering_applies_template_and_format(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", GSM8K[:1])
 
     def text(rendering, **kw):
@@ -206,7 +206,7 @@ def test_a_chat_template_that_fails_is_named(tmp_path: Path, rendered, message):
         prompts(write(tmp_path / "a.jsonl", GSM8K), tokenizer=tokenizer)
 
 
-def test_a_text_far_too_long_is_dropped_without_being_tokenised(tmp_path: Path):
+def test_long_text_is_dropped_untokenised(tmp_path: Path):
     class Once(Letters):
         def encode(self, text, *, add_special_tokens):
             assert len(text) < 1000
