@@ -16,7 +16,7 @@ def ratio(beta, *, sequences=None, alpha=0.0) -> LogRatio:
     return LogRatio(shadow + beta, shadow, sampler, advantages=0 * beta, sequences=where)
 
 
-def test_every_clipped_token_is_a_phantom_of_either_sign():
+def test_phantoms_have_either_sign():
     # ln 1.2 = .1823 and ln .8 = -.2231
     found = agreement_metrics(ratio([0.183, 0.19, 0.18, -0.22, -0.224, 0, 0, 0]), low=0.2, high=0.2)
     assert found["phantom_high"] == pytest.approx(2 / 8)
@@ -38,7 +38,7 @@ def test_prefix_sums_skip_shorter_sequences():
     assert [(length, sums.tolist()) for length, sums in found] == [(1, [1, 10, 5]), (2, [3, 30])]
 
 
-def test_the_spread_of_sequences_needs_eight_of_them():
+def test_sequence_spread_needs_eight_sequences():
     beta = [0.1, -0.1] * 7 + [0.3, 0.1]
     found = agreement_metrics(ratio(beta, sequences=np.repeat(np.arange(8), 2)), low=0.2, high=0.2)
     assert found["sequence_std_1"] == pytest.approx(np.std([0.1] * 7 + [0.3]))

@@ -72,7 +72,7 @@ def test_a_healthy_run_raises_no_alarm():
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_each_rule_fires_beyond_its_limit_and_not_within(name):
+def test_each_rule_fires_beyond_its_limit(name):
     wrong, nearly, step = SEEN[name]
     found = [alarm for alarm in replay_alarms(run(**wrong), LIMITS) if alarm.name == name]
     assert [alarm.step for alarm in found][:1] == [step]
@@ -80,7 +80,7 @@ def test_each_rule_fires_beyond_its_limit_and_not_within(name):
     assert name not in {alarm.name for alarm in replay_alarms(run(**nearly), LIMITS)}
 
 
-def test_a_falling_held_out_score_is_an_alarm_only_if_the_reward_rises():
+def test_held_out_alarm_needs_a_rising_reward():
     entries = []
     for step in range(1, 41):
         entries.append(usual(step))
@@ -126,7 +126,7 @@ def test_the_healthy_step_may_precede_the_window():
     assert (stuck.name, stuck.step, stuck.healthy) == ("not_finite", 42, 32)
 
 
-def test_rules_are_silent_during_warmup_and_for_a_window_after_an_alarm():
+def test_rules_are_silent_during_warmup_and_cooldown():
     spikes = {5, 20, 22, 29}
     entries = [usual(s) | ({"grad_norm": 50} if s in spikes else {}) for s in range(1, 40)]
     assert [alarm.step for alarm in replay_alarms(entries, LIMITS)] == [20, 29]
@@ -138,7 +138,7 @@ def test_a_solved_task_may_be_certain():
     assert replay_alarms(run(**changes, reward=0.95), LIMITS) == []
 
 
-def test_one_large_penalty_does_not_make_a_task_solved():
+def test_one_large_penalty_is_not_solved():
     changes = {"diversity__identical": 1.0, "entropy__sampled": 0.001, "reward": 0.3}
     entries = run(**changes)
     for step, p10 in ((5, -100.0), (25, -10.0), (35, 0.0)):
@@ -154,7 +154,7 @@ def beginning(rewards, *, kl):
 FALLING = [0.43, 0.44, 0.40, 0.41, 0.38, 0.36, 0.37, 0.35, 0.34, 0.34]
 
 
-def test_kl_that_earns_nothing_is_an_alarm_in_the_first_steps():
+def test_early_kl_without_reward_is_an_alarm():
     limits = Limits()
     (found,) = replay_alarms(beginning(FALLING, kl=0.3), limits)
     assert (found.name, found.step, found.healthy) == ("kl_spike", 10, 0)
@@ -171,7 +171,7 @@ def test_kl_that_earns_nothing_is_an_alarm_in_the_first_steps():
     assert replay_alarms(taught, limits) == []
 
 
-def test_the_usual_learning_rates_are_those_of_published_recipes():
+def test_usual_learning_rates_are_published_ones():
     for parameters, low, high in ((1e5, 3e-5, 3e-4), (1.5e9, 3e-7, 3e-6), (32e9, 3e-7, 3e-6)):
         found = usual_learning_rates(int(parameters), adapters=False)
         assert found == pytest.approx((low, high), rel=0.12)
@@ -192,7 +192,7 @@ def skipping(steps, *, prefix="", skipped):
 
 
 @pytest.mark.parametrize("prefix", ["", "value/"])
-def test_missing_finite_gradients_are_an_alarm_even_during_warmup(prefix):
+def test_non_finite_gradients_alarm_during_warmup(prefix):
     (first, again) = replay_alarms(skipping(25, prefix=prefix, skipped=range(1, 26)), LIMITS)
     assert (first.name, first.step, first.value, first.limit) == ("not_finite", 10, 10, 10)
     assert (again.name, again.step) == ("not_finite", 19)  # silent for a window in between
@@ -201,7 +201,7 @@ def test_missing_finite_gradients_are_an_alarm_even_during_warmup(prefix):
     assert "after step 32, in 10 steps" in later[0].text
 
 
-def test_a_loss_scale_that_settles_is_no_alarm():
+def test_settling_loss_scale_is_no_alarm():
     settling = [*range(1, 10), *range(20, 29), 31, 33, 35, 37]
     assert replay_alarms(skipping(60, skipped=settling), LIMITS) == []
 
@@ -211,7 +211,7 @@ def test_missing_metrics_raise_no_alarm():
     assert replay_alarms(bare, LIMITS) == []
 
 
-def test_a_prefix_of_a_run_raises_the_same_alarms():
+def test_alarms_depend_on_the_past_only():
     entries = run(60, since=20, kl=0.5, grad_norm=20.0)
     whole = replay_alarms(entries, LIMITS)
     assert {alarm.name for alarm in whole} == {"kl_spike", "kl_with_reward", "gradient_spike"}
@@ -220,7 +220,7 @@ def test_a_prefix_of_a_run_raises_the_same_alarms():
         assert replay_alarms(entries[:end], LIMITS) == seen
 
 
-def test_gradients_are_compared_with_steps_that_had_reward_variance():
+def test_gradients_compare_with_steps_having_variance():
     """A solved task: every tenth step has reward variance and an ordinary gradient."""
     flat = {"grad_norm": 1e-6, "groups__zero_std": 8.0}
     entries = run(40) + [
@@ -271,7 +271,7 @@ def test_the_page_and_the_help_explain_a_rule_as_its_log_line_does(name):
     assert AlarmsConfig.model_fields[name].description == cause.condition
 
 
-def test_rules_use_the_limits_that_they_are_given():
+def test_rules_use_given_limits():
     steps = run(kl=0.13)
     assert replay_alarms(steps, LIMITS)
     assert not replay_alarms(steps, dataclasses.replace(LIMITS, kl_floor=1.0))

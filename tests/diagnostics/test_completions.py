@@ -37,13 +37,13 @@ def test_distinct_equals_its_definition(sequences):
     assert distinct([np.array(ids, np.int32) for ids in sequences]) == pytest.approx(expected)
 
 
-def test_identical_counts_completions_with_a_twin_in_their_group():
+def test_identical_counts_twins_within_groups():
     a, b = np.array([1, 2]), np.array([1, 3])
     assert identical([[a, a, b, b], [a, b]]) == pytest.approx(4 / 6)
     assert identical([[a], [a]]) == 0
 
 
-def test_a_solved_task_keeps_its_diversity_and_a_collapsed_one_does_not():
+def test_diversity_separates_solved_from_collapsed():
     solved = [rollout([g, g + 1, g + 2, 50], group=g) for g in range(8) for _ in range(4)]
     hacked = [rollout([9, 9, 9, 9, 9, 9, 9, 9], group=g) for g in range(8) for _ in range(4)]
     found, lost = completion_metrics(solved), completion_metrics(hacked)

@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxrl.diagnostics.ratio.replay import log_ratio_parts, replay_batch
-from jaxrl.diagnostics.ratio.split import Split
+from jaxrl.diagnostics.ratio.replay import replay_batch
 
 NAMES = ("learner", "shadow", "replay", "sampler")
 
 
-def parts_of(*, replay, **logprobs) -> dict[str, float]:
-    none = np.zeros_like(replay)
-    rest = {"entropies": none, "advantages": none, "segments": none}
-    return log_ratio_parts(Split(**logprobs, **rest, action_mask=none == 0), replay=replay)
-
-
-def test_the_parts_of_every_token_sum_to_its_log_ratio():
+def test_parts_sum_to_the_log_ratio():
     logprobs = dict(zip(NAMES, np.random.default_rng(0).normal(-2, 0.3, (4, 50)), strict=True))
     ratios = logprobs["learner"] - logprobs["sampler"]
     for i in range(50):
@@ -42,7 +35,7 @@ def test_each_part_is_named_for_what_differs():
     assert numbers["policy_p99"] == pytest.approx(0.99)
 
 
-def test_tokens_without_a_score_are_excluded_from_all_parts():
+def test_unscored_tokens_are_excluded():
     values = dict.fromkeys(("learner", "shadow"), np.array([-1.0, -9.0, -9.0]))
     numbers = parts_of(
         **values, replay=np.array([-2, np.nan, -9.0]), sampler=np.array([-4, -9, np.nan])
@@ -50,7 +43,7 @@ def test_tokens_without_a_score_are_excluded_from_all_parts():
     assert (numbers["dtype"], numbers["engine"], numbers["policy"]) == (0, 1, 2)
 
 
-def test_sequences_that_share_a_prefix_are_scored_whole():
+def test_shared_prefixes_are_scored_whole():
     tokens, segments = np.array([[5, 6, 7, 6, 8, 0]]), np.array([[1, 1, 1, 2, 2, 0]])
 
     def score(sequences):
@@ -62,7 +55,7 @@ def test_sequences_that_share_a_prefix_are_scored_whole():
     np.testing.assert_array_equal(found, [[-5, -6, -7, -6, -8, np.nan]])
 
 
-def test_scores_of_a_batch_return_to_their_positions():
+def test_scores_return_to_their_positions():
     tokens = np.array([[5, 6, 7, 8, 0], [9, 4, 0, 0, 0]])
     segments = np.array([[1, 1, 2, 2, 0], [3, 3, 0, 0, 0]])
 

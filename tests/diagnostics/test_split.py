@@ -18,14 +18,14 @@ def tokens(alpha, beta, *, advantages, sampler=None, sequences=None) -> LogRatio
     )
 
 
-def test_alpha_and_beta_sum_to_the_log_ratio():
+def test_alpha_plus_beta_is_the_log_ratio():
     rng = np.random.default_rng(0)
     one = LogRatio(*rng.normal(-2, 0.3, (3, 50)), rng.normal(size=50), np.repeat(np.arange(5), 10))
     found = split_log_ratio(one, low=0.2, high=0.2)
     assert found["alpha"] + found["beta"] == pytest.approx(-found["kl"], abs=1e-12)
 
 
-def test_a_phantom_is_a_clip_that_alpha_alone_does_not_cause():
+def test_phantom_is_a_clip_beyond_alpha():
     # ln 1.2 = .1823 and ln .8 = -.2231; the advantage decides which side is clipped.
     cases = [  # alpha, beta, advantage: clipped?, phantom?
         (0.0, 0.183, 1, True, True),
@@ -58,7 +58,7 @@ def test_without_beta_no_clip_is_a_phantom():
     assert found["beta_advantage"] == 0
 
 
-def test_moments_and_correlation_equal_a_computation_by_hand():
+def test_moments_and_correlation_equal_numpy():
     found = split_log_ratio(
         tokens([0.1, 0.3], [-0.02, 0.04], advantages=[-1, 2], sampler=[-1, -2]), low=0.2, high=0.2
     )
@@ -107,7 +107,7 @@ def test_equal_probabilities_have_correlation_one():
     assert same["pearson"] == pytest.approx(1)
 
 
-def test_tokens_leave_out_padding_prompts_and_missing_log_probs():
+def test_known_tokens_drops_unscored_tokens():
     values = np.arange(8.0).reshape(2, 4)
     sampler = values.copy()
     sampler[0, 2] = np.nan
