@@ -79,7 +79,7 @@ def config(material: Path, run_dir: Path, **changes: str) -> Config:
     return run_config(material, **own | changes)
 
 
-def test_a_single_turn_environment_changes_no_bit_of_the_training_data(material, tmp_path):
+def test_single_turn_environment_changes_no_bit(material, tmp_path):
     single = {"environment.name": f"{material / 'mine.py'}:Single", "train.mask_truncated": "true"}
     with open_run(config(material, tmp_path / "run", **single)) as (run, _, _):
         source, task = run.source, run.source.task
@@ -138,7 +138,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     ("changes", "message"),
     [({"environment.tools": "calculator"}, r"set environment\.name = 'agent'")],
 )
-def test_keys_for_an_agent_without_an_agent_are_refused(material, tmp_path, changes, message):
+def test_agent_keys_need_an_agent(material, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         config(material, tmp_path, **changes)
 
@@ -155,9 +155,7 @@ def test_keys_for_an_agent_without_an_agent_are_refused(material, tmp_path, chan
         ({"name": "text_game"}, r"environment\.game is missing"),
     ],
 )
-def test_an_invalid_environment_is_refused_before_the_run_directory_exists(
-    material, tmp_path, changes, message
-):
+def test_invalid_environment_is_refused_early(material, tmp_path, changes, message):
     keys = {f"environment.{name}": value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         train.train(config(material, tmp_path / "run", **keys))

@@ -6,7 +6,7 @@ import time
 from jaxrl.environments.isolation.calls import call_each
 
 
-def test_calls_share_a_thread_and_each_has_its_own_time():
+def test_calls_share_a_thread_not_a_deadline():
     threads = set()
 
     def slow(number):
@@ -19,7 +19,7 @@ def test_calls_share_a_thread_and_each_has_its_own_time():
     assert thread.daemon
 
 
-def test_no_call_is_made_twice_or_left_out_beside_those_that_hang_and_raise():
+def test_every_call_is_made_once():
     free, made, late = threading.Event(), [], []
 
     def function(number):

@@ -328,7 +328,7 @@ def test_no_forgery_is_rewarded(way):
     assert time.monotonic() - start < 5 + 15, "the limit is 5 s; the rest is the start"
 
 
-def test_the_code_cannot_find_the_tests_or_their_values():
+def test_code_cannot_find_the_tests():
     """Neither in its files nor in its memory, also while it is tested."""
     look = """
 import os, re
@@ -360,7 +360,7 @@ def root(x): return 0
     assert python_tests(honest, {"tests": tests}) == 1
 
 
-def test_a_function_named_like_a_builtin_can_be_tested():
+def test_function_may_shadow_a_builtin():
     tests = "assert sum(10, 15) == 6"
     assert python_tests("def sum(a, b): return 6", {"tests": tests}) == 1
     assert python_tests("def sum(a, b): return 7", {"tests": tests}) == 0
@@ -375,7 +375,7 @@ def test_what_remains_possible_as_the_documentation_says():
         assert deceived == ("# passes" in line), line
 
 
-def test_a_masked_score_cannot_be_chosen_by_the_code():
+def test_code_cannot_mask_its_score():
     tests = "assert call(lambda x: object()) == 1"
     code = "def call(f):\n    try: f(0)\n    except TypeError: pass\n    return 2"
     assert python_tests(code, {"tests": tests}) == 0

@@ -81,7 +81,7 @@ def test_a_long_message_arrives():
         assert sessions[0][0]["data"]["padding"] == "ä" * 2**17
 
 
-def test_what_is_no_server_or_no_field_is_named():
+def test_invalid_server_or_field_is_named():
     with pytest.raises(ValueError, match=r"environment\.url = 'http://127\.0\.0\.1:9': no OpenEnv"):
         Server.at("http://127.0.0.1:9/", action=None, observation=None)
     with serving() as (url, _, _):

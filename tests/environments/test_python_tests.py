@@ -136,7 +136,7 @@ TESTS = {
 
 @pytest.mark.usefixtures("each_wall")
 @pytest.mark.parametrize("feature", TESTS)
-def test_tests_see_the_code_as_if_they_had_imported_it(feature):
+def test_tests_see_the_codes_names(feature):
     assert run_tests(CODE, TESTS[feature])
 
 
@@ -167,7 +167,7 @@ def test_code_is_rewarded_if_all_tests_pass():
     assert python_tests("", {"tests": tests}) == 0
 
 
-def test_tests_import_the_code_and_skip_its_main_program():
+def test_main_block_is_skipped():
     code = """
 from __future__ import annotations
 import dataclasses
@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("place", ["at import", "when called", "in the tests"])
-def test_code_and_tests_that_do_not_end_fail_in_time(place):
+def test_endless_code_and_tests_time_out(place):
     code = {"at import": "while True: pass", "when called": "def f():\n    while True: pass"}
     tests = "while True: pass" if place == "in the tests" else "f()"
     assert not run_tests(code.get(place, ""), tests, limits=SandboxLimits(seconds=0.5))
@@ -205,7 +205,7 @@ def test_code_and_tests_that_do_not_end_fail_in_time(place):
         ("def check(g): return sorted(g(1))\ncheck(f)", [], ["check", "f", "g"]),
     ],
 )
-def test_names_of_built_ins_and_modules_are_not_the_codes(tests, own, theirs):
+def test_builtins_and_modules_are_real(tests, own, theirs):
     assert split_names(ast.parse(tests)) == (own, theirs)
 
 
@@ -285,7 +285,7 @@ _data = st.recursive(
 
 
 @given(_data)
-def test_whatever_arrives_is_plain_data_or_an_exception(data):
+def test_decoded_values_are_plain_data(data):
     try:
         value = decode(data, lambda reference: None)
     except Exception:
@@ -295,7 +295,7 @@ def test_whatever_arrives_is_plain_data_or_an_exception(data):
     assert not callable(value) or isinstance(value, type)
 
 
-def test_what_cannot_cross_is_an_error_that_names_it():
+def test_uncrossable_value_is_named():
     with pytest.raises(UnsupportedTestsError, match="class 'object'"):
         run_tests("def f(x): pass", "f(object())")
     with pytest.raises(UnsupportedTestsError, match="class Child derives"):

@@ -50,7 +50,7 @@ def test_final_number_reads_every_notation(number, text):
             assert final_number(f"{text} {written}") == number
 
 
-def test_a_reference_without_a_number_is_an_error_not_zero():
+def test_reference_without_number_is_an_error():
     with pytest.raises(ValueError, match="no number"):
         numeric_match("42", {"answer": "forty-two"})
 
@@ -98,7 +98,7 @@ def test_failures_are_nan_and_counted(tmp_path):
         ("no.such.module:f", "importing no.such.module failed"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_reported_with_its_key(tmp_path, reference, message):
+def test_unloadable_reward_names_its_key(tmp_path, reference, message):
     (tmp_path / "mine.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("1 / 0")
     reference = reference.format(file=tmp_path / "mine.py", broken=tmp_path / "broken.py")
@@ -112,7 +112,7 @@ def test_two_rewards_of_one_name_are_refused():
         load_rewards(["exact_match", "exact_match"])
 
 
-def test_a_reward_of_an_installed_module_is_loaded():
+def test_reward_loads_from_installed_module():
     (term,) = load_rewards(["jaxrl.environments.rewards.builtin:brevity"])
     assert term.function("x" * 1000, {}) == -1
 
@@ -172,7 +172,7 @@ def test_a_timeout_affects_only_its_own_completion(tmp_path, name):
     assert "it took longer than 0.5 s" in scored.first_failure
 
 
-def test_a_batched_reward_sees_all_completions_at_once(tmp_path):
+def test_batched_reward_sees_all_completions(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     scored = score(load_rewards([f"{file}:ranks"]), ["a", "b", "a"], [{}] * 3)
@@ -201,7 +201,7 @@ def test_a_paused_deadline_does_not_move(monkeypatch):
     assert deadline.remaining() == 0
 
 
-def test_as_many_programs_run_at_once_as_there_are_processors(monkeypatch):
+def test_one_program_per_processor(monkeypatch):
     """Two calls meet, never a third."""
     monkeypatch.setattr(calls, "_PROCESSORS", 8)
     monkeypatch.setattr(calls, "_free", threading.BoundedSemaphore(2))
@@ -239,7 +239,7 @@ def test_math_verify_compares_expressions(completion, answer, expected):
     assert math_verify(completion, {"answer": answer}) == expected
 
 
-def test_math_verify_works_in_the_threads_of_rewards():
+def test_math_verify_works_in_threads():
     """The library's own time limit uses a signal, which fails in a thread."""
     terms = load_rewards(["math_verify"])
     texts, rows = ["1/2", "2", "3"], [{"answer": a} for a in ("0.5", "3", "$$")]
@@ -248,7 +248,7 @@ def test_math_verify_works_in_the_threads_of_rewards():
     assert "'$$' contains no expression" in str(scored.first_failure)
 
 
-def test_a_comparison_that_never_ends_is_wrong_and_blocks_nothing(monkeypatch):
+def test_endless_comparison_is_wrong(monkeypatch):
     """One operation computes the huge number, and no other thread runs meanwhile."""
     monkeypatch.setattr(mathematics, "_SECONDS", 1.0)
     monkeypatch.setattr(mathematics, "_idle", [])
@@ -310,20 +310,20 @@ def hostile(tmp_path):
         ("slow", "it took longer than 0.2 s"),
     ],
 )
-def test_a_result_that_never_ends_is_a_failure(hostile, name, message):
+def test_endless_result_is_a_failure(hostile, name, message):
     scored = score(hostile(name, timeout=0.2), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert message in str(scored.first_failure)
 
 
-def test_what_a_reward_changes_in_its_example_no_other_sees(hostile):
+def test_examples_are_isolated_between_rewards(hostile):
     example = {"list": []}
     scored = score([*hostile("marks")] * 2, ["a", "b"], [example, example])
     assert scored.total.tolist() == [4, 4]
     assert example == {"list": []}
 
 
-def test_a_reward_beyond_32_bits_is_a_failure(hostile):
+def test_reward_beyond_f32_is_a_failure(hostile):
     (term,) = hostile("huge")
     for weight, good in ((1.0, "1e30"), (1e29, "9"), (0.0, "1e30")):
         texts = ["1e308", "-1e308", "inf", "nan", good]
@@ -333,6 +333,6 @@ def test_a_reward_beyond_32_bits_is_a_failure(hostile):
         assert "reward huge is 1e+308 on one of 4 failed" in str(scored.first_failure)
 
 
-def test_a_function_that_cannot_be_called_as_a_reward_is_refused(hostile):
+def test_reward_signature_is_checked(hostile):
     with pytest.raises(ValueError, match=r"nothing': it must take two arguments"):
         hostile("nothing")

@@ -84,7 +84,7 @@ def run(make: Any, *, scheduler=LockstepScheduler, limits=LIMITS, sampler=None, 
 
 
 @SCHEDULERS
-def test_a_rollout_holds_sampled_turns_and_masked_observations(scheduler):
+def test_rollout_holds_turns_and_masked_observations(scheduler):
     rollouts, failure = run(Talk, scheduler=scheduler)
     assert failure is None
     assert [r.group for r in rollouts] == [7, 7, 9, 9, 12, 12]
@@ -110,7 +110,7 @@ def test_a_rollout_holds_sampled_turns_and_masked_observations(scheduler):
         assert again.episode == r.episode
 
 
-def test_a_lockstep_round_and_the_first_turns_of_a_group_are_one_request():
+def test_lockstep_round_is_one_request():
     rounds, requests = ScriptedSampler(), ScriptedSampler()
     run(Talk, sampler=rounds)
     assert [len(r) for r in rounds.requests] == [6, 6, 6]
@@ -123,7 +123,7 @@ def test_a_lockstep_round_and_the_first_turns_of_a_group_are_one_request():
         assert turn.context[: turn.prompt_length].tolist() == prompts[turn.prompt_index]
 
 
-def test_a_slow_environment_delays_no_other_under_continuous_scheduling():
+def test_slow_environment_delays_no_other():
     freed = threading.Event()
 
     class Waits(Talk):
@@ -148,7 +148,7 @@ def test_a_slow_environment_delays_no_other_under_continuous_scheduling():
         ({"max_tokens": 3}, "max_tokens", 3),
     ],
 )
-def test_an_episode_at_a_limit_ends_with_a_turn_of_the_policy(limits, end, length):
+def test_limited_episode_ends_with_a_turn(limits, end, length):
     rollouts, failure = run(Talk, limits=LIMITS._replace(**limits))
     assert failure is None
     for r in rollouts:
@@ -221,7 +221,7 @@ class Breaks(Talk):
         ("no mapping", "invalid", "cannot be read: RuntimeError('no items')"),
     ],
 )
-def test_a_failing_environment_affects_only_its_own_episode(scheduler, how, end, said):
+def test_failing_environment_affects_its_episode_only(scheduler, how, end, said):
     whole, _ = run(Talk, scheduler=scheduler)
     limits = LIMITS._replace(timeout=2.0 if end == "timeout" else 60.0)
     rollouts, failure = run(type("B", (Breaks,), {"how": how}), scheduler=scheduler, limits=limits)
@@ -238,7 +238,7 @@ def test_a_failing_environment_affects_only_its_own_episode(scheduler, how, end,
             assert r.completion.tolist() == [11, 20, 30, 1]
 
 
-def test_each_call_of_an_environment_has_its_own_deadline():
+def test_environment_calls_have_own_deadlines():
     """`hold_processor` finds and pauses it."""
     deadlines = []
 
@@ -257,7 +257,7 @@ def test_each_call_of_an_environment_has_its_own_deadline():
 
 
 @SCHEDULERS
-def test_prompts_are_chunked_at_the_limit_on_open_files(scheduler, monkeypatch):
+def test_prompts_are_chunked_by_open_files(scheduler, monkeypatch):
     """3 prompts with 2 episodes each: at most 2 prompts at once, with the same result."""
     whole, _ = run(Talk, scheduler=scheduler)
     open_, most = [0], []
@@ -280,7 +280,7 @@ def test_prompts_are_chunked_at_the_limit_on_open_files(scheduler, monkeypatch):
     assert list(map(to_json, some)) == list(map(to_json, whole))
 
 
-def test_the_soft_limit_on_open_files_is_raised_and_bounds_all_runners_together(monkeypatch):
+def test_runners_share_the_open_file_limit(monkeypatch):
     monkeypatch.setattr(open_file_limit, "_MOST_FILES", 900)
     limits = [(300, 1024), (300, 600), (700, 700), (2000, 2000), (-1, -1)]
     for soft, hard in limits:
@@ -311,7 +311,7 @@ def test_the_soft_limit_on_open_files_is_raised_and_bounds_all_runners_together(
     thread.join()
 
 
-def test_an_environment_that_fails_in_reset_leaves_an_empty_completion():
+def test_failed_reset_leaves_empty_completion():
     class NoPrompt(Talk):
         def reset(self, example):
             if len(example.tokens) == 5:
@@ -326,7 +326,7 @@ def test_an_environment_that_fails_in_reset_leaves_an_empty_completion():
     assert all(len(r.completion) == 16 for r in rollouts[:2] + rollouts[4:])
 
 
-def test_the_batch_ignores_log_probs_and_advantages_of_observations():
+def test_observations_carry_no_scores():
     rollouts, _ = run(Talk)
     mask = rollouts[0].action_mask
     odd = [r._replace(logprobs=np.where(mask, r.logprobs, np.nan)) for r in rollouts]
@@ -338,7 +338,7 @@ def test_the_batch_ignores_log_probs_and_advantages_of_observations():
 
 
 @SCHEDULERS
-def test_an_error_of_the_sampler_ends_all_episodes(scheduler):
+def test_sampler_error_ends_all_episodes(scheduler):
     class Gone(ScriptedSampler):
         def sample_turns(self, turns, params):
             raise ConnectionError("no server")
@@ -360,7 +360,7 @@ class Single:
         return Step(reward=0.0, done=True)
 
 
-def test_a_single_turn_episode_equals_a_plain_rollout_bit_for_bit(sampler):
+def test_single_turn_episode_equals_plain_rollout(sampler):
     found, _ = run(Single, sampler=sampler)
     prompts = [e.tokens for e in EXAMPLES.values()]
     plain = sorted(sampler.sample(prompts, PARAMS, group_size=2), key=lambda c: c[:2])
@@ -377,7 +377,7 @@ def test_a_single_turn_episode_equals_a_plain_rollout_bit_for_bit(sampler):
     jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
-def test_a_failed_episode_changes_no_token_of_others(sampler):
+def test_failed_episode_changes_no_other(sampler):
     class Echo(Talk):
         async def step(self, completion):
             assert (len(self.example.tokens), len(self.heard)) != self.stumbles

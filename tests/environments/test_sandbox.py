@@ -21,7 +21,7 @@ def test_status_and_streams_are_returned():
     assert (ran.status, ran.stdout, ran.stderr, ran.timed_out) == (97, "''\n", "", False)
 
 
-def test_a_traceback_shows_only_the_programs_own_lines():
+def test_traceback_shows_program_lines_only():
     ran = run_python("def f():\n    return 1 / 0\n\nf()")
     assert ran.status == 1
     assert ran.stderr.count("File ") == 2
@@ -103,7 +103,7 @@ print(subprocess.run(["ls"], capture_output=True, text=True).stdout, os.getcwd()
     assert (ran.stdout, ran.stderr) == ("made\n /tmp\n", "")
 
 
-def test_a_masked_proc_is_replaced_by_an_empty_one():
+def test_masked_proc_becomes_empty():
     """As in a container, where the kernel refuses to mount another."""
     inside = """
 from jaxrl.environments.isolation.sandbox import run_python
@@ -117,7 +117,7 @@ print(run_python("import os; print(os.listdir('/proc'))").stdout)
 
 
 @pytest.mark.parametrize("machine", SYSTEM_CALLS)
-def test_the_filter_denies_exactly_the_listed_system_calls(machine):
+def test_filter_denies_exactly_listed_calls(machine):
     """Interprets the filter, so that it covers other processors too."""
     calls = SYSTEM_CALLS[machine]
 
@@ -150,7 +150,7 @@ def test_the_filter_denies_exactly_the_listed_system_calls(machine):
     assert [errno(pair, 1, kind) for kind in (1, 1 | 0o2004000, 2, 3, 5)] == [0, 0, 1, 1, 1]
 
 
-def test_a_program_does_not_inherit_its_users_terminal():
+def test_terminal_is_not_inherited():
     """With a terminal it could type into the user's shell (TIOCSTI)."""
     ours, theirs = os.openpty()
     line = "open('/proc/self/stat').read().rpartition(')')[2].split()[4]"  # 0 is none
@@ -186,7 +186,7 @@ print({line}, run_python("print({line})").stdout)
         "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(100)",
     ],
 )
-def test_a_timeout_kills_the_program_and_its_children(code):
+def test_timeout_kills_program_and_children(code):
     start = time.monotonic()
     ran = run_python("print('begun', flush=True)\n" + code, limits=SandboxLimits(seconds=1.0))
     assert ran.timed_out
@@ -262,7 +262,7 @@ def _processes_with(argument):
     return found
 
 
-def test_without_namespaces_nothing_runs_and_an_error_is_raised():
+def test_missing_namespaces_are_an_error():
     code = "from jaxrl.environments.isolation.sandbox import run_python; run_python('print(1)')"
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, sys.executable, code]
@@ -273,7 +273,7 @@ def test_without_namespaces_nothing_runs_and_an_error_is_raised():
     assert "the sandbox uses namespaces of its own: " in done.stderr
 
 
-def test_the_output_says_once_which_walls_there_are(capsys, monkeypatch):
+def test_walls_are_reported_once(capsys, monkeypatch):
     monkeypatch.undo()
     walls._try_bubblewrap.cache_clear()
     for _ in range(2):

@@ -112,7 +112,7 @@ def play(host, task, texts):
     return episodes.run({0: example}, sampler=sampler, params=params, group_size=len(texts))
 
 
-def test_messages_are_appended_and_the_reward_comes_at_the_end(host):
+def test_messages_append_and_reward_ends(host):
     end = "<|im_end|>"
     right, wrong = play(
         host, 0, [[f"I call.{CALL}{end}", f"5{end}"], [f"no call{end}", f"4{end}"]]
@@ -145,14 +145,14 @@ def test_messages_are_appended_and_the_reward_comes_at_the_end(host):
         ("4", "the column task is '4'"),
     ],
 )
-def test_what_is_no_single_sequence_fails_its_episode_alone(host, task, message):
+def test_non_sequence_episode_fails_alone(host, task, message):
     rollouts, failure = play(host, task, [["5", "5"]])
     assert message in failure
     assert rollouts[0].episode.failed
     assert play(host, 0, [["5", "5"]]).rollouts[0].episode.end == "done"
 
 
-def test_an_environment_that_cannot_be_loaded_is_named(tmp_path):
+def test_unloadable_environment_is_named(tmp_path):
     (tmp_path / "env.toml").write_text("")
     with pytest.raises(ValueError, match=r"environment\.config = .* cannot run it"):
         Host(sys.executable, str(tmp_path / "env.toml"))
