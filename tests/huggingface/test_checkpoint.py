@@ -89,7 +89,7 @@ def test_transformers_loads_an_export(family, tmp_path):
     assert_same_model(again, reference)
 
 
-def test_a_correction_stays_f32_and_a_layer_behind_the_last_is_left_out(tmp_path):
+def test_correction_stays_f32(tmp_path):
     before, after, dtype = tmp_path / "before", tmp_path / "after", np.dtype(jnp.bfloat16)
     checkpoint(before, "glm4_moe", tied=False, dtype=torch.bfloat16)
     content = load_file(before / SINGLE)
@@ -118,7 +118,7 @@ def test_a_correction_stays_f32_and_a_layer_behind_the_last_is_left_out(tmp_path
         ("qwen3_5_moe_text", "mtp.layers.0.mlp.experts.down_proj", "mtp_num_hidden_layers"),
     ],
 )
-def test_layers_for_multi_token_prediction_are_exported_as_they_came(family, name, key, tmp_path):
+def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     checkpoint(before, family, tied=False)
     content = load_file(before / SINGLE)
@@ -152,7 +152,7 @@ def test_layers_for_multi_token_prediction_are_exported_as_they_came(family, nam
         assert json.loads((after / "config.json").read_text()).get(key, 0) == 0
 
 
-def test_load_casts_and_hands_each_parameter_to_put(tiny):
+def test_load_casts_and_puts_each_parameter(tiny):
     seen = {}
 
     def put(path, array):
@@ -167,7 +167,7 @@ def test_load_casts_and_hands_each_parameter_to_put(tiny):
     assert params["layers"]["q"] == "layers/q"
 
 
-def test_save_copies_the_tokenizer_and_replaces_an_earlier_save(tiny, tmp_path):
+def test_save_replaces_an_earlier_save(tiny, tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [1]}')
@@ -185,7 +185,7 @@ def test_save_copies_the_tokenizer_and_replaces_an_earlier_save(tiny, tmp_path):
     assert tensors(out)[0] == tensors(tiny)[0]
 
 
-def test_answers_end_where_the_generation_config_says_too(broken):
+def test_generation_config_adds_end_ids(broken):
     assert huggingface.load_end_ids(broken) == (1,)
     (broken / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
     assert huggingface.load_end_ids(broken) == (1, 7)
@@ -216,7 +216,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
         ),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(damage, named, broken):
+def test_mismatched_tensor_is_named(damage, named, broken):
     change(broken, damage)
     with pytest.raises(ValueError, match=named):
         huggingface.load(broken, dtype=None)
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_named(broken):
         huggingface.load(broken, dtype=None)
 
 
-def test_a_name_without_a_directory_is_an_error_that_says_where_it_was_sought():
+def test_missing_directory_error_says_where():
     with pytest.raises(ValueError, match=r"'org/model' is not a directory; relative paths start"):
         huggingface.load_tokenizer("org/model")
 
@@ -284,7 +284,7 @@ def test_an_index_that_points_outside_is_refused(name, tmp_path):
         huggingface.load(tmp_path / "model", dtype=None)
 
 
-def test_a_single_file_beside_an_index_of_others_is_refused(tiny, tmp_path):
+def test_file_beside_a_foreign_index_is_refused(tiny, tmp_path):
     # transformers would read the single file, and a vLLM server the others.
     checkpoint(tmp_path, "qwen3", tied=True, max_shard_size=30_000)
     shutil.copy(tiny / "model.safetensors", tmp_path)
@@ -313,7 +313,7 @@ def test_pickled_weights_are_refused_without_being_read(broken):
         huggingface.load(broken, dtype=None)
 
 
-def test_values_that_a_dtype_cannot_hold_are_named(broken):
+def test_unrepresentable_values_are_named(broken):
     change(broken, lambda x: x.update({QUERY: x[QUERY].astype(np.float64) * 1e300}))
     with pytest.raises(ValueError, match=f"{QUERY}' has values that are infinite in float32"):
         huggingface.load(broken, dtype=np.dtype("float32"))
@@ -341,7 +341,7 @@ def test_values_that_a_dtype_cannot_hold_are_named(broken):
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "weight_map.a=1"),
     ],
 )
-def test_a_file_of_the_wrong_shape_is_named(file, content, named, tmp_path):
+def test_malformed_file_is_named(file, content, named, tmp_path):
     directory = write_checkpoint(tmp_path)
     (directory / file).write_text(content)
     with pytest.raises(ValueError, match=named):

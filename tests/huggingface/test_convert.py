@@ -28,7 +28,7 @@ NESTED = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reads_what_transformers_writes_and_writes_what_it_reads(family, tmp_path):
+def test_config_round_trips_with_transformers(family, tmp_path):
     make, settings = FAMILIES[family]
     original = make(**SIZES | settings)
     original.save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_defaults_are_those_of_the_family():
     assert from_hf_config(raw("llama", eos_token_id=[3, 4])).eos_ids == (3, 4)
 
 
-def test_gemma_3_of_transformers_4_has_two_ropes_and_a_pattern():
+def test_gemma_3_of_transformers_4():
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": scaling}
     config = from_hf_config(gemma(**old, sliding_window=5, sliding_window_pattern=2))
@@ -92,7 +92,7 @@ def test_smollm_3_has_layers_without_rope():
     assert config.ropes == (Rope(theta=2e6), None, Rope(theta=2e6))
 
 
-def test_a_period_is_the_shortest_that_the_layers_repeat():
+def test_shortest_period_is_found():
     def groups(**settings) -> list[tuple[str, list[int]]]:
         config = from_hf_config(raw("qwen3_next", **settings))
         return [(group.name, list(group.layers)) for group in config.groups]
@@ -114,7 +114,7 @@ def test_positions_of_images_are_ignored_in_texts(family):
     assert found == expected
 
 
-def test_windows_of_qwen_follow_the_switch_the_first_layer_and_the_layer_types():
+def test_qwen_windows():
     def windows(**settings) -> DecoderConfig:
         return from_hf_config(raw("qwen2", sliding_window=5, **settings)).windows
 

@@ -75,7 +75,7 @@ def stored(tmp_path_factory, request):
     return directory, read
 
 
-def test_a_checkpoint_in_fp8_is_read_as_bf16_and_written_as_bf16(stored, tmp_path):
+def test_fp8_checkpoint_becomes_bf16(stored, tmp_path):
     directory, read = stored
     config, params = huggingface.load(directory, dtype=None)
     own = {str(path[-1]): x.dtype for path, x in jax.tree.leaves_with_path(params)}

@@ -81,7 +81,7 @@ def ask(name, *, url, home):
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_model_is_downloaded_and_then_found_without_the_hub(server, model, tmp_path):
+def test_model_is_downloaded_once(server, model, tmp_path):
     for name, commit in (("lab/tiny", COMMITS["main"]), ("lab/tiny@v1", COMMITS["v1"])):
         found = ask(name, url=server, home=tmp_path)
         assert found.returncode == 0, found.stderr
@@ -95,7 +95,7 @@ def test_model_is_downloaded_and_then_found_without_the_hub(server, model, tmp_p
 
 
 @pytest.mark.parametrize("name", ["lab/other", "lab/tiny@v9"])
-def test_what_the_hub_does_not_have_is_an_error_that_names_it(name, server, tmp_path):
+def test_missing_on_the_hub_is_named(name, server, tmp_path):
     found = ask(name, url=server, home=tmp_path)
     assert found.returncode == 1
     assert f"ValueError: {name!r} is not a directory, and loading it from" in found.stderr

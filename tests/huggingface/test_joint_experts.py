@@ -43,7 +43,7 @@ def joined(tmp_path):
     return tmp_path, reference, tensors
 
 
-def test_they_are_read_as_by_transformers_and_written_one_by_one(joined, tmp_path):
+def test_joint_experts_are_read_like_transformers(joined, tmp_path):
     directory, reference, tensors = joined
     again = transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
     for name, x in reference.state_dict().items():
@@ -73,7 +73,7 @@ def test_a_checkpoint_with_both_is_refused(joined):
         huggingface.load(directory, dtype=None)
 
 
-def test_a_layer_that_the_decoder_does_not_have_is_surplus(joined):
+def test_surplus_layer_is_detected(joined):
     directory, _, tensors = joined
     surplus = {"model.layers.7.mlp.experts.down_proj": np.zeros((6, 32, 24), np.float32)}
     save(join(tensors) | surplus, directory)

@@ -124,7 +124,7 @@ def check(outcome, directory, *, command):
 
 @more
 @given(data=st.data())
-def test_a_mutated_checkpoint_is_read_or_refused_by_name(data, sources, command, tmp_path):
+def test_mutated_checkpoint_is_read_or_named(data, sources, command, tmp_path):
     source = sources[data.draw(st.sampled_from(["llama", "qwen2", "moe"]))]
     file = data.draw(st.sampled_from(sorted(source.iterdir())))
     directory = mutated(source, data.draw(mutations(file)), tmp_path / "mutated")
@@ -136,9 +136,7 @@ def test_a_mutated_checkpoint_is_read_or_refused_by_name(data, sources, command,
 
 @more
 @given(data=st.data())
-def test_mutated_adapters_are_read_or_refused_by_name(
-    data, sources, command, tmp_path, monkeypatch
-):
+def test_mutated_adapter_is_read_or_named(data, sources, command, tmp_path, monkeypatch):
     source = sources["adapters"]
     file = data.draw(st.sampled_from(sorted(source.iterdir())))
     directory = mutated(source, data.draw(mutations(file)), tmp_path / "mutated")

@@ -37,7 +37,7 @@ def dequantised(blocks, scales):
     return found.float().numpy()
 
 
-def test_every_byte_and_exponent_is_that_of_the_format():
+def test_every_byte_and_exponent_decodes():
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (256, 16, 16))
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (256, 16))
     found = unpack(blocks, scales)[2:253].astype(np.float64).reshape(251, 256, 2)
@@ -66,7 +66,7 @@ def stored(tmp_path_factory):
     return directory, expected
 
 
-def test_a_checkpoint_in_mxfp4_is_read_as_bf16_and_written_as_bf16(stored, tmp_path):
+def test_mxfp4_checkpoint_becomes_bf16(stored, tmp_path):
     directory, expected = stored
     config, params = huggingface.load(directory, dtype=None)
     assert {x.dtype for x in jax.tree.leaves(params)} == {BF16}

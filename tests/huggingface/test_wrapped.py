@@ -88,7 +88,7 @@ def test_logits_equal_those_of_transformers(family, tied, tmp_path):
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_an_export_has_every_tensor_as_it_came(stored, tmp_path):
+def test_export_keeps_every_tensor(stored, tmp_path):
     before, reference = stored
     config, params = huggingface.load(before, dtype=None)
     huggingface.save(tmp_path, params, config, dtype=F32, source_dir=before)
@@ -115,7 +115,7 @@ def test_the_language_model_alone_can_be_written(stored, tmp_path):
     assert_same_model(again, inner)
 
 
-def test_a_reward_model_that_begins_from_it_is_of_text(stored, tmp_path):
+def test_reward_model_starts_from_the_text_part(stored, tmp_path):
     config, params = huggingface.load(stored[0], dtype=F32, scored=True)
     assert not np.any(params["score"])
     huggingface.save(tmp_path, params, config, dtype=F32, source_dir=stored[0])
