@@ -72,7 +72,7 @@ def assert_close(a: dict, b: dict) -> None:
         np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=str(path))
 
 
-def test_the_gradient_is_the_policys_and_the_coefficient_times_that_of_a_critic_alone(minibatch):
+def test_gradient_is_policy_plus_scaled_critic(minibatch):
     """The critic alone is a network of its own with the same weights."""
     critic = make_critic(MODEL, RECIPE.critic, optimizer=SGD, **SHAPES)
     alone, _ = jax.jit(critic.step)(critic.init(params()), minibatch)
@@ -107,7 +107,7 @@ def test_the_gradient_is_the_numerical_one(minibatch):
     assert (loss(2e-3) - loss(-2e-3)) / 4e-3 == pytest.approx(norm, rel=1e-2)
 
 
-def test_pretraining_teaches_the_head_and_leaves_the_policy(minibatch):
+def test_pretraining_changes_the_head_only(minibatch):
     one = shared(0.5, head_optimizer=optax.adam(3e-2))
     values, pretrain = jax.jit(one.values), jax.jit(one.pretrain)
     state, found = states(one), []

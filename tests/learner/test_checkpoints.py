@@ -97,7 +97,7 @@ def test_critic_is_restored_only_on_request(checkpoints):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_dtypes_and_non_finite_values_keep_their_bits(checkpoints, dtype):
+def test_narrow_and_non_finite_values_keep_bits(checkpoints, dtype):
     state = make_state(dtype=dtype)
     odd = np.array([np.nan, np.inf, -0.0, 1e-7, 1e-4], dtype)
     state.params["layers"]["norm"] = jnp.array(np.resize(odd, (2, 16)))
@@ -176,7 +176,7 @@ def test_keep_best_zero_keeps_only_the_latest(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["2"]
 
 
-def test_process_killed_after_its_last_save_leaves_nothing_to_the_next(tmp_path):
+def test_leftovers_of_a_killed_process_go(tmp_path):
     """It has nothing to save, so it deletes when it closes."""
     with closing(Checkpoints(tmp_path, keep=9)) as killed:
         for step, metric in ((1, 0.5), (2, 0.5), (3, None), (4, 0.25), (5, None)):
@@ -279,7 +279,7 @@ def save_and_wait(checkpoints, step, state):
     checkpoints.wait()
 
 
-def test_full_disk_is_an_error_and_the_last_checkpoint_survives(tmp_path):
+def test_full_disk_keeps_the_last_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
     noise = jax.random.normal(jax.random.key(0), (256, 1024))
     checkpoints.save(1, {"x": noise}, host={"n": 1})
@@ -310,7 +310,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_process_killed_in_a_save_leaves_only_complete_checkpoints(tmp_path):
+def test_killed_save_leaves_complete_checkpoints(tmp_path):
     kills = {}
     for name, seconds in {"a": 0.0, "b": 0.31}.items():
         process = subprocess.Popen(
@@ -338,7 +338,7 @@ def test_process_killed_in_a_save_leaves_only_complete_checkpoints(tmp_path):
         assert all(path.name.isdigit() for path in (tmp_path / name).iterdir())
 
 
-def test_process_killed_while_deleting_leaves_no_half_checkpoint(tmp_path):
+def test_killed_deletion_leaves_no_half_checkpoint(tmp_path):
     """A deleted checkpoint leaves its name first; the next writer removes the rest."""
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=0)
     left = []

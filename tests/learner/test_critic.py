@@ -55,7 +55,7 @@ def values_by_rollout(critic, shape) -> list[np.ndarray]:
     return unpack(np.asarray(values), ROLLOUTS, shape=shape)
 
 
-def test_a_value_is_the_heads_output_at_the_token_before(critic):
+def test_value_is_read_one_token_before(critic):
     """Packed equals unpacked equals one sequence alone."""
     packed = values_by_rollout(critic, PACKED)
     single = values_by_rollout(critic, SINGLE)

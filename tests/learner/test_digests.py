@@ -73,7 +73,7 @@ def test_scalars_and_empty_arrays_have_digests():
 
 # Orbax drops the reads of other arrays where one fails, and Python reports them at any time.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_flipped_bit_in_a_checkpoint_loads_as_something_else(tmp_path):
+def test_flipped_bits_never_load(tmp_path):
     """The files of a checkpoint, one flipped bit each: the same bits, or an error that names it."""
     gc.freeze()  # so that the end collects what this test makes, and nothing of the tests before
     state = {"params": noise(64, 48), "bytes": noise(4096, dtype="uint8")}
@@ -105,7 +105,7 @@ def test_no_flipped_bit_in_a_checkpoint_loads_as_something_else(tmp_path):
     gc.collect()  # what was dropped is reported here, where it is expected
 
 
-def test_damaged_array_is_named_with_the_checkpoint_before(tmp_path):
+def test_damaged_array_names_the_checkpoint_before(tmp_path):
     state = {"params": {"a": noise(8, 8), "b": noise(8, 8)}}
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (4, 6):

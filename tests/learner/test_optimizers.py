@@ -17,7 +17,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_weight_decay_is_the_learning_rate_times_the_matrices_whatever_the_momentum(name):
+def test_weight_decay_is_decoupled(name):
     schedule = make_schedule("linear", learning_rate=0.1, warmup_steps=0, total_steps=50)
     optimizer = make_optimizer(
         name, schedule, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.05, clip_norm=None, specs=SPECS

@@ -114,7 +114,7 @@ def test_packing_microbatching_and_padding_change_no_gradient(recipe, config):
         assert_close(gradient(one, batch, config=config), whole, rtol=2e-5)
 
 
-def test_balancing_the_experts_of_a_dense_model_is_an_error():
+def test_balancing_a_dense_model_is_an_error():
     with pytest.raises(ValueError, match="balances experts but the model has none"):
         learner(rows=2, recipe=with_terms(GRPO, balance=0.1))
 
@@ -131,7 +131,7 @@ def test_metrics_do_not_depend_on_microbatches():
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
 
 
-def test_step_compiles_once_for_every_number_of_rows():
+def test_step_compiles_once_for_all_rows():
     one = learner(rows=2)
     state = one.init(tiny.params())
     for count in (1, 3, 8):
@@ -151,7 +151,7 @@ def test_a_step_traces_its_loss_once():
     assert len(traced) == 1
 
 
-def test_score_is_the_logprob_that_the_step_differentiates():
+def test_score_equals_the_steps_logprob():
     one = learner(rows=2, temperature=0.7)
     batch = minibatch(rows_per_microbatch=2)
     logprobs = one.score(tiny.params(), batch)
@@ -213,7 +213,7 @@ def test_shadowed_ratio_has_the_samplers_value():
     assert deviation(shadowed) < 1e-9 < 1e-7 < deviation(over_sampler)
 
 
-def test_rows_that_do_not_divide_are_an_error():
+def test_indivisible_rows_are_an_error():
     one = learner(rows=3)
     with pytest.raises(ValueError, match="does not divide"):
         one.step(one.init(tiny.params()), minibatch(rows_per_microbatch=2))
@@ -268,7 +268,7 @@ def test_into_overflow_and_back():
 NO_CLIP = objective(clipped(over_sampler, low=1.0, high=1e9), token_mean)
 
 
-def test_gradients_that_underflow_in_f16_are_saved_by_the_scale():
+def test_loss_scale_prevents_f16_underflow():
     """Where unscaled f16 keeps nothing, scaled f16 has f32's gradients to its own rounding."""
     tiny_loss = 2.0**-40
     batch = minibatch(rows_per_microbatch=2)

@@ -44,7 +44,7 @@ def reward_model():
     )
 
 
-def test_ratings_are_those_of_each_sequence_alone_in_the_order_given(reward_model):
+def test_ratings_equal_each_sequence_alone(reward_model):
     rollouts = tiny.rollouts(5)  # the last microbatch is not full
     got = reward_model(rollouts)
     model = decoder(CONFIG)
@@ -62,7 +62,7 @@ def test_ratings_are_those_of_each_sequence_alone_in_the_order_given(reward_mode
     assert np.ptp(got) > 0.1
 
 
-def test_a_score_that_is_not_finite_is_a_failure(reward_model):
+def test_non_finite_score_is_a_failure(reward_model):
     broken = params() | {"score": jnp.full((1, CONFIG.hidden_size), jnp.inf)}
     values = reward_model(tiny.rollouts(3), params=broken)
     assert np.isnan(values).all()
@@ -120,7 +120,7 @@ def test_training_raises_the_reward_models_score(material, tmp_path):
     assert all("reward/exact_match" in row for row in rows)
 
 
-def test_a_reward_model_that_does_not_fit_is_refused(material, tmp_path):
+def test_mismatched_reward_model_is_refused(material, tmp_path):
     def refused(match, **keys):
         with pytest.raises(ValueError, match=match):
             train.train(config(material, tmp_path / "run", **keys))
@@ -137,7 +137,7 @@ def test_a_reward_model_that_does_not_fit_is_refused(material, tmp_path):
     )
 
 
-def test_a_reward_must_be_named_and_an_evaluation_needs_a_function(material):
+def test_evaluation_needs_a_reward_function(material):
     with pytest.raises(ConfigError, match=r"reward\.path is missing, and so are reward\.model"):
         config(material, "x", **{"reward.path": "", "reward.model": "none", "reward.weights": ""})
     keys = {"reward.path": "", "reward.weights": "", "data.eval_path": "x.jsonl"}

@@ -139,7 +139,7 @@ def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):
     assert_close(params, expected[3], rtol=1e-4)
 
 
-def test_parameters_and_moments_are_cut_over_the_devices():
+def test_parameters_and_moments_are_sharded():
     layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
     model = tiny.model()
     shapes = jax.eval_shape(lambda: tiny.params())
@@ -166,7 +166,7 @@ def test_moments_in_the_hosts_memory_change_nothing():
     assert "pinned_host" not in {x.memory_kind for x in jax.tree.leaves(placed.params)}
 
 
-def test_devices_that_cannot_reach_the_hosts_memory_are_named():
+def test_devices_without_host_memory_are_named():
     memory = SimpleNamespace(kind="hbm")
     device = SimpleNamespace(
         device_kind="Abacus", process_index=0, addressable_memories=lambda: [memory]

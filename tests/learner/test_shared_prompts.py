@@ -131,7 +131,7 @@ def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **
     )
 
 
-def test_a_loss_over_sequences_with_entropy_reference_and_windows():
+def test_sequence_loss_with_entropy_and_windows():
     one, params = learner(WINDOWED), tiny.params(config=WINDOWED)
     compare(one, groups(), params, apart=PLAIN)
     assert scored(one.score, groups(), params).any()
