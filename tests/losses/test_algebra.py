@@ -54,7 +54,7 @@ REMOVED = Weights(frozenset(), lambda s, b: (b.action_mask.any(-1), {}))
 
 
 @pytest.mark.parametrize("shape", REDUCED)
-def test_a_loss_that_is_reduced_already_is_refused(shape):
+def test_reduced_loss_is_refused(shape):
     """Broadcast, it would be trained on with another gradient."""
     own = surrogate(REDUCED[shape], over_sampler)
     for loss in (own, 2.0 * own, own + reinforce(), reweight(own, both(ONES, ONES))):
@@ -160,6 +160,6 @@ def test_losses_are_added_and_scaled_like_numbers():
         (lambda a: clipped(), r"^clipped\(\) missing 1 required positional argument: 'ratio'"),
     ],
 )
-def test_mistakes_name_the_value_and_what_to_write(wrong, message):
+def test_mistakes_name_value_and_remedy(wrong, message):
     with pytest.raises(TypeError, match=message):
         wrong(reinforce())

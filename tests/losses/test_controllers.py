@@ -16,7 +16,7 @@ from jaxrl.losses import (
 )
 
 
-def test_a_controlled_term_is_the_term_times_its_coefficient():
+def test_controlled_term_is_scaled_by_its_coefficient():
     scores, batch = one_sequence(advantages=[0.0] * 2, logprobs=-1.0, entropy=[0.5, 1.5])
     term = controlled(entropy_bonus(), "entropy")
     given = batch.replace(coefficients={"entropy": jnp.full((1, 2), 0.1)})
@@ -27,7 +27,7 @@ def test_a_controlled_term_is_the_term_times_its_coefficient():
         term.apply(scores, batch)
 
 
-def test_the_entropy_controller_follows_the_target_within_its_range():
+def test_entropy_controller_follows_its_target():
     controller = EntropyController(initial=0.01, target=0.2, step=0.005)
     assert controller.next(0.01, measured=0.1) == pytest.approx(0.015)
     assert controller.next(0.01, measured=0.3) == pytest.approx(0.005)
@@ -38,12 +38,12 @@ def test_the_entropy_controller_follows_the_target_within_its_range():
 @pytest.mark.parametrize(
     ("measured", "factor"), [(0.05, 1.0), (0.055, 1.01), (0.045, 0.99), (9.0, 1.02), (-9.0, 0.98)]
 )
-def test_the_kl_controller_follows_the_relative_error_up_to_a_fifth(measured, factor):
+def test_kl_controller_follows_clipped_relative_error(measured, factor):
     controller = KLController(initial=0.01, target=0.05, step=0.1)
     assert controller.next(0.3, measured=measured) == pytest.approx(0.3 * factor)
 
 
-def test_a_target_puts_the_term_under_a_controller():
+def test_target_adds_a_controller():
     recipe = with_terms(grpo(), kl=0.01, kl_target=0.05, entropy_target=0.2)
     assert list(recipe.controllers) == ["kl", "entropy"]
     assert recipe.controllers["kl"] == KLController(initial=0.01, target=0.05)

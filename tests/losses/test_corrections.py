@@ -111,7 +111,7 @@ def test_counting_a_shift_twice_is_refused(level, ratio, correction):
         reweight(clipped(level(ratio)), truncated(level(correction), high=2.0))
 
 
-def test_counting_twice_is_refused_inside_sums_and_products():
+def test_double_correction_is_refused():
     weights = truncated(anchor_over_sampler, high=2.0)
     with pytest.raises(ValueError, match="count it again"):
         reweight(0.5 * clipped(over_sampler) + kl_penalty(), weights)

@@ -150,7 +150,7 @@ def test_nothing_prints_as_an_address(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_plus_a_term_is_the_recipe_of_the_sum(name):
+def test_recipe_plus_term_is_a_recipe(name):
     recipe, term = RECIPES[name], 0.1 * entropy_bonus()
     goal = recipe.objective
 
@@ -166,7 +166,7 @@ def test_a_recipe_plus_a_term_is_the_recipe_of_the_sum(name):
     assert str(eval(str(recipe), WORDS)) == str(recipe)
 
 
-def test_terms_of_a_config_are_terms_of_the_algebra():
+def test_config_terms_equal_algebra_terms():
     sequences = random_sequences(4)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
     pairs = [
@@ -197,7 +197,7 @@ def test_terms_of_a_config_are_terms_of_the_algebra():
         assert np.abs(gradient).max() > 0
 
 
-def test_formulas_stay_out_of_hashes_and_of_compiled_functions():
+def test_formulas_do_not_affect_hashes_or_compilation():
     loss = clipped(over_sampler)
     renamed = loss.__class__(loss.needs, loss.apply, loss.weighted, formula="renamed")
     assert (renamed, hash(renamed)) == (loss, hash(loss))

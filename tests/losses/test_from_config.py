@@ -52,7 +52,7 @@ def test_advantage_replaces_the_recipes_own(user_file):
     assert own([1.0], [0]) == [1.0]
 
 
-def test_what_may_learn_from_one_answer_to_each_prompt(user_file):
+def test_losses_that_accept_single_answers(user_file):
     alone = {
         name for name in recipes.__all__ if not is_marked(RECIPES[name].advantages, within_group)
     }
@@ -123,7 +123,7 @@ def test_errors_name_the_key_and_the_fix(name, parameters, message):
         build(name, parameters)
 
 
-def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
+def test_run_fills_in_a_recipes_parameters():
     _, batch = one_sequence(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
     for parameters, length in (({}, 8), ({"max_length": 5}, 5)):
         recipe = build("dr_grpo", parameters, known={"max_length": 8, "clip_low": 0.5})
@@ -131,7 +131,7 @@ def test_the_run_gives_what_a_recipe_needs_and_the_config_leaves_out():
     assert build("grpo", {}, known={"max_length": 8}).objective.denominator(batch) == 1
 
 
-def test_the_length_of_an_aggregation_is_the_runs():
+def test_aggregation_length_comes_from_the_run():
     _, batch = one_sequence(advantages=[1.0, 2.0], logprobs=[-1.0, -1.0])
     recipe = build("gspo", {"aggregation": "fixed_length"}, known={"max_length": 8})
     assert recipe.objective.denominator(batch) == 8
@@ -140,7 +140,7 @@ def test_the_length_of_an_aggregation_is_the_runs():
         build("gspo", {"aggregation": "fixed_length"})
 
 
-def test_the_eps_of_an_advantage_can_be_chosen():
+def test_advantage_eps_can_be_chosen():
     rewards, groups = np.array([1.0, 0.0]), np.zeros(2, int)
     for more in ({}, {"advantage": "group_relative"}):
         recipe = build("dapo", {"advantage_eps": 1.0}, **more)

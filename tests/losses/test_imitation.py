@@ -33,7 +33,7 @@ def loss(goal):
     return float(total / goal.denominator(BATCH)), to_floats(metrics)
 
 
-def test_each_likelihood_is_divided_by_its_own_tokens():
+def test_likelihood_is_divided_by_its_tokens():
     policy = (2 * -1 + 2 * 2) / 4
     value, metrics = loss(objective(reinforce(), token_mean) + 0.1 * positive_likelihood())
     assert value == pytest.approx(policy + 0.1 * (1 + 2) / 2)
@@ -43,7 +43,7 @@ def test_each_likelihood_is_divided_by_its_own_tokens():
     assert metrics["nll/observed"] == 6.0
 
 
-def test_a_likelihood_means_the_same_beside_every_aggregation():
+def test_likelihood_is_independent_of_aggregation():
     plain = with_terms(grpo())
     for aggregation in (None, token_mean):
         parts = [
@@ -63,7 +63,7 @@ def test_objectives_add_and_scale():
     )
 
 
-def test_without_tokens_of_its_own_a_likelihood_is_zero():
+def test_likelihood_without_tokens_is_zero():
     goal = objective(reinforce(), token_mean) + positive_likelihood(threshold=2.0)
     total = jax.jit(
         jax.value_and_grad(lambda lp: goal.total(SCORES.replace(logprobs=lp), BATCH)[0])
@@ -75,7 +75,7 @@ def test_without_tokens_of_its_own_a_likelihood_is_zero():
         positive_likelihood().total(SCORES, BATCH.replace(rewards=None))
 
 
-def test_the_environment_wrote_what_follows_an_action_and_is_none():
+def test_observations_are_no_actions():
     segments = np.array([[1, 1, 1, 1, 0, 2, 2, 2, 2, 0]])
     chosen = np.array([[0, 1, 0, 1, 0, 0, 0, 1, 0, 0]], bool)
     _, batch = one_sequence(advantages=[0.0] * 10, logprobs=-1.0)

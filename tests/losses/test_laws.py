@@ -223,7 +223,7 @@ def test_objective_reduces_once():
         objective(objective(reinforce(), token_mean), token_mean)
 
 
-def test_gradient_at_ratio_one_is_that_of_reinforce():
+def test_gradient_at_ratio_one_is_reinforce():
     @jax.jit
     def gradients(scores, batch):
         def gradient(term, aggregation):
@@ -293,7 +293,7 @@ def test_batch_without_action_tokens_is_zero():
         assert all((g == 0).all() for g in grads.values()), case
 
 
-def test_what_the_policy_did_not_choose_is_not_read():
+def test_masked_tokens_are_not_read():
     sequences = random_sequences(9)
     clean = evaluated(sequences, UNPACKED)
     for s in sequences:

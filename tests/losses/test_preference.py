@@ -56,7 +56,7 @@ def test_worked_by_hand(name, expected):
     np.testing.assert_allclose(LOSSES[name].apply(ratios(3.0, -1.0)), expected, rtol=1e-6)
 
 
-def test_hinge_grows_linearly_where_the_margin_is_not_reached():
+def test_hinge_is_linear_below_the_margin():
     assert LOSSES["hinge"].apply(ratios(0.5, 0.5)) == 1.0
     assert LOSSES["hinge"].apply(ratios(-1.0, 1.0)) == 2.0
 
@@ -85,7 +85,7 @@ def test_gradients_of_pair_losses_are_numerical_ones(name):
         )
 
 
-def test_gradient_of_bradley_terry_is_the_numerical_one():
+def test_bradley_terry_gradient_is_numerical():
     check_grads(
         lambda c, r: preference.bradley_terry(c, r, margin=jnp.float32(0.7), center_rewards=0.05),
         (jnp.float32(0.4), jnp.float32(-0.3)),
@@ -163,7 +163,7 @@ def test_a_tail_of_one_is_dpo():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_of_a_batch_is_the_mean_over_its_pairs_in_any_layout(name, layout):
+def test_batch_loss_is_mean_over_pairs(name, layout):
     rng = np.random.default_rng(1)
     pi, ref = ([rng.normal(-1, 1, a) for pair in LENGTHS for _, a in pair] for _ in range(2))
     rows, width = LAYOUTS[layout]
@@ -209,7 +209,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_pairs_in_any_layout(name, layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranked_scores_meet_their_margins_in_any_layout(layout):
+def test_ranked_scores_meet_margins(layout):
     rows, width = LAYOUTS[layout]
     batch, _ = laid_out(rows, width=width)
     rewards = np.array([1.0, 0.5, -1.0, 0.25, 0.0, 0.0], np.float32)
@@ -227,7 +227,7 @@ def test_ranked_scores_meet_their_margins_in_any_layout(layout):
     np.testing.assert_allclose(metrics["score/chosen"].value, chosen.mean(), atol=1e-6)
 
 
-def test_an_empty_batch_has_no_pairs_and_a_loss_of_zero():
+def test_empty_batch_has_zero_loss():
     batch, _ = laid_out([[], []], width=8)
     zeros = np.zeros((2, 8), np.float32)
     for loss in LOSSES.values():

@@ -67,7 +67,7 @@ def test_gradient_of_the_log_ratio(ratio, expected):
     np.testing.assert_allclose(jacobian(scores.logprobs)[0, :, 0], expected, rtol=1e-6)
 
 
-def test_sequence_levels_skip_what_the_policy_did_not_choose():
+def test_sequence_levels_skip_masked_tokens():
     scores, batch = one_sequence(advantages=[1.0] * 3, action_mask=[True, False, True], **SCORES)
     for ratio, expected in ((product(over_anchor), 0.1), (geometric(over_anchor), 0.05)):
         np.testing.assert_allclose(jax.jit(ratio.log)(scores, batch), [[expected] * 3], atol=1e-6)
@@ -88,7 +88,7 @@ def test_log_ratios_are_clamped_before_exp(ratio, logprobs, bound):
     np.testing.assert_allclose(value, np.exp(np.full((1, len(logprobs)), bound)), rtol=1e-6)
 
 
-def test_sixteen_bit_log_probs_are_subtracted_in_f32():
+def test_half_precision_log_probs_subtract_in_f32():
     scores, batch = one_sequence(advantages=[1.0], logprobs=[-1.0], sampler=[-1.001])
     scores = scores.replace(logprobs=scores.logprobs.astype(jnp.bfloat16))
     log = jax.jit(over_sampler.log)(scores, batch)
@@ -96,14 +96,14 @@ def test_sixteen_bit_log_probs_are_subtracted_in_f32():
     np.testing.assert_allclose(log, [[0.001]], rtol=1e-3)
 
 
-def test_missing_sampler_log_probs_are_counted_where_they_are_read():
+def test_missing_sampler_log_probs_are_counted():
     case = one_sequence(advantages=[1.0] * 3, **SCORES)
     counted = to_floats(jax.jit(unclipped(over_sampler).apply)(*case)[1])
     assert counted["ratio/missing"] == pytest.approx(1 / 3)
     assert "ratio/missing" not in jax.eval_shape(reinforce().apply, *case)[1]
 
 
-def test_a_score_that_was_not_computed_is_named():
+def test_missing_score_is_named():
     scores, batch = one_sequence(advantages=[1.0], logprobs=[-1.0])
     with pytest.raises(ValueError, match=r"scores\.anchor.*Need\.ANCHOR"):
         over_anchor.log(scores, batch)

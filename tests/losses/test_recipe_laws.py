@@ -96,7 +96,7 @@ def wirings(scores, batch):
     }
 
 
-def test_bypass_and_decoupled_agree_where_anchor_and_sampler_do():
+def test_bypass_equals_decoupled_for_equal_anchors():
     assert set(recipes.__all__) - set(WIRED) == {"grpo_token_tis", "grpo_seq_mis", "mlperf"}
     for name, (bypass, decoupled) in wirings(*case(spread=0.3, same=True)).items():
         np.testing.assert_allclose(bypass[0], decoupled[0], rtol=1e-6, err_msg=name)
@@ -161,7 +161,7 @@ def test_the_two_forms_of_gspo():
 
 
 @pytest.mark.parametrize("name", WIRED)
-def test_no_recipe_over_the_sampler_takes_a_correction(name):
+def test_recipes_over_sampler_refuse_corrections(name):
     """Except those that ignore the ratio of the update: they have no importance weight yet."""
     ratio = inspect.signature(getattr(recipes, name)).parameters["ratio"].default
     parameters = {"max_length": 8} if name == "dr_grpo" else {}
@@ -173,7 +173,7 @@ def test_no_recipe_over_the_sampler_takes_a_correction(name):
     assert "anchor" in corrected.objective.needs
 
 
-def test_sequence_ratio_is_refused_where_tokens_are_read():
+def test_token_parts_refuse_sequence_ratios():
     for name in ("gmpo", "opsm", "dppo", "prime", "prime_ipo", "rloo", "gspo"):
         with pytest.raises(ValueError, match="ratio of each token"):
             getattr(recipes, name)(ratio=sequence(over_sampler))

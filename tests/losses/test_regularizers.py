@@ -93,7 +93,7 @@ def gradient(term, scores, batch):
     )[0]
 
 
-def test_weighted_divergence_has_the_gradient_of_the_divergence():
+def test_weighted_divergence_keeps_the_gradient():
     """In expectation under the sampler, the weighted k3 is the divergence, value and gradient."""
     with jax.enable_x64(True):
         logits = jnp.array([0.3, -1.0, 0.8, 0.0])

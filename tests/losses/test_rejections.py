@@ -166,7 +166,7 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
-def test_a_rejection_accounts_for_no_change_of_policy():
+def test_rejection_ignores_policy_changes():
     """So it may stand beside a ratio and a correction of the same kind, and only they clash."""
     weights = both(truncated(anchor_over_sampler, high=2), vetoed(anchor_over_sampler))
     assert reweight(clipped(over_anchor), weights).needs == {"anchor"}

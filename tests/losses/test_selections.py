@@ -56,7 +56,7 @@ def test_top_covariance_is_what_a_sort_finds():
     assert parts[found[mask] == 1].min() > parts[found[mask] == 0].max()
 
 
-def test_stopped_tokens_lie_between_the_bounds_and_have_no_pattern():
+def test_stopped_tokens_lie_between_bounds():
     a, p = (np.where(NUMBERS["action_mask"], NUMBERS[n], 0) for n in ("advantages", "logprobs"))
     count = NUMBERS["action_mask"].sum()
     parts = (a - a.sum() / count) * (p - p.sum() / count)
@@ -73,7 +73,7 @@ def test_stopped_tokens_lie_between_the_bounds_and_have_no_pattern():
     assert NUMBERS["advantages"][stopped].std() > 0.5
 
 
-def test_rejected_tokens_leave_the_denominator_and_the_sequences():
+def test_rejected_tokens_leave_the_denominator():
     """Token 2 of the first sequence and the whole second one are rejected."""
     scores, batch = one_sequence(
         advantages=[1.0, 2.0, 4.0, 8.0, 16.0], logprobs=-1.0, sampler=[-1.0, -2.0, -1.0, -2.0, -2.0]
@@ -116,7 +116,7 @@ def test_what_is_not_computed_is_named():
             make(1.5)
 
 
-def test_needs_of_the_survey_are_not_those_of_the_step():
+def test_survey_needs_differ_from_step_needs():
     goal = objective(top_entropy(0.5) * reinforce(), token_mean, among=vetoed(over_sampler))
     assert goal.needs == {"entropy"}
     assert goal.step_needs == set()

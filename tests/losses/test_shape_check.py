@@ -67,13 +67,13 @@ def test_mistakes_name_the_loss(own, function, message):
     assert error.value.__cause__ is not None
 
 
-def test_what_a_term_of_the_config_needs_is_there(own):
+def test_config_terms_get_their_needs(own):
     """With loss.kl the reference is scored, whoever asked for it."""
     assert build(f"{own}:undeclared", {"kl": 0.1}).objective.needs == {"reference"}
     assert build(f"{own}:right", {}).objective.needs == {"reference"}
 
 
-def test_the_command_that_prints_a_config_finds_them(own, tmp_path, capsys):
+def test_config_command_finds_them(own, tmp_path, capsys):
     config = tmp_path / "config.toml"
     config.write_text(
         '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[reward]\npath = ["numeric_match"]\n'

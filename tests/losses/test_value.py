@@ -21,7 +21,7 @@ def test_by_hand():
     np.testing.assert_allclose(found, EXPECTED, rtol=1e-5)
 
 
-def test_gradient_is_the_numerical_one_and_stops_where_the_value_has_moved_enough():
+def test_gradient_is_numerical_and_clipped():
     with jax.enable_x64(True):
         old, returns = jnp.ones(6), jnp.asarray(RETURNS)
         loss = jax.jit(lambda v: jnp.sum(clipped_value_loss(v, old, returns, clip=0.2)))
@@ -40,7 +40,7 @@ def judged(**arrays):
     return scores.replace(values=values), batch.replace(values=old, returns=returns)
 
 
-def test_as_a_term_it_counts_action_tokens_and_reports():
+def test_term_counts_action_tokens():
     reduced = objective(value_loss(clip=0.2), token_mean)
     scores, batch = judged(values=VALUES)
     total, metrics = jax.jit(lambda s: reduced.total(s, batch))(scores)
