@@ -157,7 +157,7 @@ def test_padding_is_finite_and_reaches_nothing():
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(nothing))
 
 
-def test_a_frequent_tokens_gradient_is_summed_in_f32():
+def test_token_gradients_are_summed_in_f32():
     model = decoder(config(num_hidden_layers=1))
     precision = PRESETS["bf16_master"]
     params = casts.cast(
@@ -176,7 +176,7 @@ def test_a_frequent_tokens_gradient_is_summed_in_f32():
     np.testing.assert_allclose(many, 300 * one, rtol=2**-7)
 
 
-def test_constrain_sees_the_stream_the_heads_and_the_feed_forward():
+def test_constrain_sees_stream_heads_and_feed_forward():
     seen = []
 
     def constrain(x, axes):

@@ -68,7 +68,7 @@ def ours(arrays):
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0], ids=["random keys", "equal keys"])
-def test_packed_chunks_equal_each_segment_alone_in_transformers(alike):
+def test_packed_chunks_equal_transformers(alike):
     arrays = inputs(alike=alike)
     out, states = map(np.asarray, ours(arrays))
     tensors = list(map(torch.tensor, arrays))

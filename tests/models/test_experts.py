@@ -53,7 +53,7 @@ def feed_forward(x, one, *, config, precision, recorded=None):
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_a_token_is_the_weighted_sum_of_its_experts(renormalise):
+def test_token_is_weighted_sum_of_experts(renormalise):
     config = dataclasses.replace(
         CONFIG, experts=dataclasses.replace(EXPERTS, renormalise=renormalise)
     )
@@ -117,7 +117,7 @@ def test_routing_is_not_rounded_to_half_precision():
     np.testing.assert_allclose(routing.probs, exact, rtol=1e-5)
 
 
-def test_imbalance_is_that_of_transformers_within_each_sequence():
+def test_imbalance_equals_transformers():
     x, router = stream(length=12), layer()["router"]
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12])
     routing = route(x, {"router": router}, context=LayerContext(CONFIG, FP32))
@@ -132,7 +132,7 @@ def test_imbalance_is_that_of_transformers_within_each_sequence():
     assert not np.any(cost[0, -3:])
 
 
-def test_replayed_experts_are_used_and_the_router_still_learns():
+def test_replayed_experts_still_train_the_router():
     x, one = stream(), layer()
     run = jax.jit(partial(feed_forward, config=CONFIG, precision=FP32))
     _, own = run(x, one)
@@ -154,7 +154,7 @@ def test_replayed_experts_are_used_and_the_router_still_learns():
     assert np.isfinite(got).all()
 
 
-def test_a_forward_pass_repeats_its_own_routing_exactly():
+def test_forward_pass_repeats_its_routing():
     model = decoder(tiny.MOE)
     params = tiny.params(config=tiny.MOE)
     tokens = jax.random.randint(jax.random.key(3), (2, 10), 2, 64)
@@ -173,7 +173,7 @@ def test_a_forward_pass_repeats_its_own_routing_exactly():
 
 
 @pytest.mark.parametrize("base", [tiny.MOE, tiny.DEEPSEEK], ids=["one group", "two groups"])
-def test_programs_do_not_grow_with_layers_or_experts(base):
+def test_program_size_is_independent_of_depth(base):
     def lines(layers, count):
         experts = dataclasses.replace(base.experts, count=count)
         config = dataclasses.replace(base, num_layers=layers, experts=experts)

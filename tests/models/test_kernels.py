@@ -93,7 +93,7 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
-def test_splash_attention_with_one_window_for_all_layers(sizes):
+def test_splash_with_one_window(sizes):
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, 256, 128, window=20), results(attention, 256, 128, window=20))
 
@@ -105,7 +105,7 @@ def test_a_decoder_gets_what_the_devices_have():
         results(kernels.attend_by("cudnn", **here), 64, 8)
 
 
-def test_heads_that_do_not_divide_are_an_error_with_numbers():
+def test_indivisible_heads_are_an_error():
     attend = kernels.by_kernel("splash", layout=layout(data=2, tensor=4), interpret=True)
     with pytest.raises(ValueError, match=r"'kv_heads' has size 2, .* 4 devices \(tensor=4\)"):
         results(attend, 256, 128)
@@ -172,7 +172,7 @@ def test_the_kernel_follows_the_devices(device, settings, expected, monkeypatch)
 
 
 @pytest.mark.parametrize("to", ["segments", "shared prefixes"])
-def test_a_kernel_that_is_wrong_on_its_device_is_refused(to, monkeypatch):
+def test_wrong_kernel_is_refused(to, monkeypatch):
     settings = {"layout": layout(), "config": tiny.CONFIG, "precision": parse("bf16_master")}
     monkeypatch.setattr(kernels, "by_kernel", lambda *_, **__: attention)
     kernels.verify_kernel("cudnn", **settings)

@@ -240,7 +240,7 @@ def test_sharded_equals_single_device():
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp32", 2 * 4), ("bf16_master", 3 * 4)])
-def test_memory_grows_with_the_vocabulary_by_its_parameter_only(name, most):
+def test_memory_per_vocabulary_entry_is_bounded(name, most):
     """Beyond one chunk an entry of the vocabulary costs D * `most` bytes: its row of the gradient
     accumulator (4), of the reordered unembedding (4, or 2) and, where XLA emulates bf16 products
     in f32, of an f32 copy of that and of the gradient before it is cast. Logits would cost B * T *

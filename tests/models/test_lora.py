@@ -82,7 +82,7 @@ def test_merged_and_attached_adapters_compute_the_same():
     ],
     ids=["gemma", "fused", "groups", "latent", "gpt_oss", "linear", "qwen3_5", "qwen3_5_moe"],
 )
-def test_adapters_of_other_families_merge_and_come_back_from_their_files(config, tmp_path):
+def test_adapters_of_all_families_round_trip(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)
     declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj*"])
     specs = lora.Adapted(declared, model.specs, alpha=6.0)
@@ -110,7 +110,7 @@ def test_targets_choose_modules():
     assert set(moe["layers"]) == {f"{name}_{part}" for name in "qkvo" for part in "ab"}
 
 
-def test_adapter_files_have_pefts_names_and_come_back_bit_for_bit(tmp_path):
+def test_adapter_files_follow_peft(tmp_path):
     some = adapted(seed=2)
     peft.save_adapter(tmp_path, some.adapters, specs=SPECS, base="base", dtype=FP32.params)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
@@ -162,7 +162,7 @@ def test_damaged_adapters_are_named(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
+def test_peft_computes_the_same(tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -184,7 +184,7 @@ def test_the_library_peft_computes_the_same_and_writes_what_is_read(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_the_head_of_a_reward_model_is_a_saved_module_of_peft(tmp_path):
+def test_reward_head_is_a_peft_saved_module(tmp_path):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification

@@ -96,7 +96,7 @@ def test_packed_scores_are_the_modules_own():
     np.testing.assert_allclose(np.sort(found), np.sort(expected), atol=2e-5)
 
 
-def test_a_step_follows_the_gradient_that_nnx_computes():
+def test_step_follows_nnx_gradient():
     """On the policy the ratio is 1, and the gradient is that of advantage times log-prob."""
     made = learner()
     state, metrics = jax.jit(made.step)(made.init(PARAMS), BATCH)
@@ -115,7 +115,7 @@ def test_a_step_follows_the_gradient_that_nnx_computes():
     jax.tree.map(close, state.params, stepped)
 
 
-def test_parameters_cut_over_a_mesh_give_the_same_scores():
+def test_sharded_parameters_give_the_same_scores():
     shardings = Layout(make_mesh(fsdp=8), RULES["fsdp"]).tree(MODEL.specs)
     cut = jax.device_put(PARAMS, shardings)
     assert len(cut["tokens"]["embedding"].addressable_shards[0].data) == 64 // 8
@@ -123,7 +123,7 @@ def test_parameters_cut_over_a_mesh_give_the_same_scores():
     np.testing.assert_allclose(one, jax.jit(learner().score)(PARAMS, BATCH), atol=1e-5)
 
 
-def test_sampling_without_a_cache_draws_what_the_cache_draws():
+def test_sampling_without_cache_draws_the_same():
     """Of jaxrl's own decoder, for which there are both."""
     model, params = tiny.model(), tiny.params()
     asked = jaxrl.SamplingParams(max_tokens=20, temperature=0.9, stop=((5,), (7, 8)), seed=4)

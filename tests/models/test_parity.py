@@ -88,7 +88,7 @@ def assert_equal(found, reference):
 
 
 @pytest.mark.parametrize(("family", "tied"), OTHERS)
-def test_hidden_states_and_logits_equal_those_of_transformers(family, tied, tmp_path):
+def test_hidden_states_and_logits_equal_transformers(family, tied, tmp_path):
     reference = checkpoint(tmp_path, family, tied=tied)
     config, params = huggingface.load(tmp_path, dtype=None)
     assert config.tied == tied

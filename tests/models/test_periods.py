@@ -45,7 +45,7 @@ def groups(config: DecoderConfig) -> list[list[tuple[str, list[int]]]]:
     st.integers(1, 5),
     st.lists(st.integers(0, 2), max_size=6),
 )
-def test_spans_are_the_layers_in_order_and_at_most_their_runs(irregular, period, count, rest):
+def test_spans_cover_the_layers_in_order(irregular, period, count, rest):
     layers = irregular + period * count + rest
     found = divide(layers)
     assert found == divide([f"kind {one}" for one in layers])
@@ -62,7 +62,7 @@ def test_spans_are_the_layers_in_order_and_at_most_their_runs(irregular, period,
     st.lists(st.sampled_from([None, Rope(), Rope(theta=5.0)]), min_size=12, max_size=12),
     st.integers(0, 2),
 )
-def test_groups_have_each_layer_once_in_order_and_one_kind(windows, ropes, dense):
+def test_groups_partition_layers_by_kind(windows, ropes, dense):
     experts = dataclasses.replace(EXPERTS, dense_layers=dense)
     config = of_windows(*windows, experts=experts)
     config = dataclasses.replace(config, ropes=tuple(ropes[: len(windows)]))
@@ -82,7 +82,7 @@ def test_groups_have_each_layer_once_in_order_and_one_kind(windows, ropes, dense
     assert places == list(range(config.num_layers))
 
 
-def test_layers_are_computed_in_order_and_what_they_keep_is_joined_in_order():
+def test_layer_order_is_kept():
     config = of_windows(None, 5, None, 5, None, 5, 3, experts=EXPERTS)
     assert [len(scan) for scan in config.scans] == [2, 1]
     params = {group.name: jnp.array(group.layers) for group in config.groups}
@@ -103,7 +103,7 @@ def test_layers_are_computed_in_order_and_what_they_keep_is_joined_in_order():
     assert in_order([[(group, None) for group in scan] for scan in config.scans]) is None
 
 
-def test_layers_alike_are_one_group_and_dense_ones_come_before_experts():
+def test_equal_layers_form_one_group():
     assert groups(of_windows(5, 5, 5)) == [[("layers", [0, 1, 2])]]
     experts = dataclasses.replace(EXPERTS, dense_layers=2)
     found = groups(of_windows(*[None] * 5, experts=experts))

@@ -43,7 +43,7 @@ def test_no_product_is_made_elsewhere():
     assert not found, "use models/products.py, which follows the dtype policy"
 
 
-def test_no_program_is_compiled_without_the_policys_options():
+def test_every_program_is_compiled_with_options():
     # A jit within another program has none of its own, and initial values are rounded once.
     nested = {"models/lora.py", "models/spec.py", "core/precision.py", "learner/update.py"}
     found = [
@@ -94,7 +94,7 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_compiled_products_have_the_operands_that_the_policy_names(name):
+def test_compiled_products_follow_the_precision(name):
     precision = PRESETS[name]
     for program, (function, arguments) in programs(precision).items():
         side = precision if program in ("step", "score") else sampler_precision(precision)
@@ -194,7 +194,7 @@ def test_experts_refuse_products_that_their_kernel_ignores():
 
 
 @pytest.mark.parametrize(("name", "said"), [("bf16_master", False), ("fp32", True)])
-def test_grouped_products_of_bf16_do_not_ask_for_more(name, said):
+def test_grouped_bf16_products_use_default_precision(name, said):
     # They are exact in any case, and the TPU's kernel does not compile if it is asked.
     precision = parse(name)
 
@@ -222,7 +222,7 @@ def test_grouped_products_are_those_of_each_group():
     np.testing.assert_allclose(stacked, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_product_with_one_row_adds_as_one_with_many():
+def test_single_row_product_sums_like_many():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 96), (64, 96)))
     function = jit(partial(product, contract=(1, 1), precision=PRESETS["fp32"]))

@@ -46,7 +46,7 @@ def token_batch(rows, *, width):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
-def test_scores_equal_those_of_transformers_padded_and_packed(family, tied, tmp_path):
+def test_scores_equal_transformers(family, tied, tmp_path):
     reference = classifier(family, tied=tied, dtype=torch.float32)
     reference.save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ def test_scores_follow_the_dtype_policy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_round_trip_is_bit_identical_and_transformers_loads_it(dtype, tmp_path):
+def test_round_trip_is_bit_identical(dtype, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     reference = classifier("qwen3", tied=True, dtype=dtype)
     reference.save_pretrained(before)
@@ -104,7 +104,7 @@ def test_round_trip_is_bit_identical_and_transformers_loads_it(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_language_model_begins_a_reward_model_with_a_score_of_zero(tied, tmp_path):
+def test_new_reward_model_scores_zero(tied, tmp_path):
     checkpoint(tmp_path, "qwen2", tied=tied)
     _, body = huggingface.load(tmp_path, dtype=F32)
     config, params = huggingface.load(tmp_path, dtype=F32, scored=True)

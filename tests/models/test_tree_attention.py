@@ -111,7 +111,7 @@ def test_equals_the_naive_form(name):
         {"data": 2, "tensor": 4},  # heads do not divide
     ],
 )
-def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
+def test_sharding_changes_nothing(sizes):
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = Layout(make_mesh(**sizes, devices=devices), PRESETS["all"])
     attend = kernels.by_kernel("xla", layout=layout)
@@ -119,7 +119,7 @@ def test_tokens_rows_and_heads_cut_over_devices_change_nothing(sizes):
 
 
 @pytest.mark.usefixtures("cudnn_by_xla")
-def test_the_mask_that_cudnn_gets_is_the_same():
+def test_cudnn_gets_the_same_mask():
     found = results(cudnn.masked, SCORINGS["plain"])
     assert_equal(found, expected(), within=1e-6)  # its softmax is in f32
 
