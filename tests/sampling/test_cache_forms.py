@@ -40,7 +40,7 @@ def completions(monkeypatch, *, on_cpu, config, precision):
     ],
     ids=["f32", "bf16", "narrow"],
 )
-def test_both_forms_of_the_cache_give_the_same_completions(monkeypatch, config, precision):
+def test_cache_forms_give_the_same_completions(monkeypatch, config, precision):
     settings = {"config": config, "precision": precision}
     one = completions(monkeypatch, on_cpu=True, **settings)
     other = completions(monkeypatch, on_cpu=False, **settings)

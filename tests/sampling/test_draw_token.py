@@ -86,7 +86,7 @@ def test_tied_tokens_are_kept_together():
         np.testing.assert_array_equal(_truncate(weights, truncation(params)), [[0.5, 1.0, 0.5, 0]])
 
 
-def test_greedy_draws_the_first_best_token_with_its_logprob_at_temperature_one():
+def test_greedy_draws_the_first_best_token():
     logits = jnp.array([[0.0, 3.0, 3.0, -1.0], [5.0, 1.0, 2.0, 3.0]])
     params = SamplingParams(max_tokens=1, temperature=0, top_k=1, top_p=0.1)
     tokens, logprobs = _draw_tokens(
@@ -102,7 +102,7 @@ def test_greedy_draws_the_first_best_token_with_its_logprob_at_temperature_one()
     weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-7, 0.3, 1.0]), min_size=5, max_size=5),
     uniforms=st.tuples(*[st.sampled_from([0.0, 0.5, 1 - 2.0**-23])] * 2),
 )
-def test_a_token_of_weight_zero_is_never_drawn(weights, uniforms):
+def test_zero_weight_token_is_never_drawn(weights, uniforms):
     weights = [*weights, 1.0, 0.0]
     row = jnp.array([weights], jnp.float32)
     token = jax.jit(categorical)(row, jnp.array([uniforms], jnp.float32))

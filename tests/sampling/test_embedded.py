@@ -79,9 +79,9 @@ def test_logprobs_are_the_learners(sampler):
         np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["bf16_master", "fp16_master"])
-def test_half_precision_logprobs_are_those_of_the_shadow_forward(text):
-    precision = parse(text)
+@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master"])
+def test_half_precision_logprobs_equal_the_shadow(precision):
+    precision = parse(precision)
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=precision)
     one = _sample(sampler)[2, 3]
     expected = _learner_logprobs(one, precision=sampler_precision(precision), temperature=0.8)
@@ -90,7 +90,7 @@ def test_half_precision_logprobs_are_those_of_the_shadow_forward(text):
     np.testing.assert_allclose(one.logprobs, expected, atol=tolerance)
 
 
-def test_eight_bit_wire_weights_are_computed_in_the_samplers_dtype():
+def test_eight_bit_weights_use_the_samplers_dtype():
     precision = parse("bf16_master,wire=f8_e4m3")
     rounded = cast(cast(PARAMS, precision.wire), precision.sampler)
     coarse = _sample(EmbeddedSampler(MODEL, PARAMS, precision=precision))
@@ -101,7 +101,7 @@ def test_eight_bit_wire_weights_are_computed_in_the_samplers_dtype():
     assert not _same_tokens(coarse, fine)
 
 
-def test_a_completion_depends_on_its_own_prompt_index_and_seed_only(sampler):
+def test_completion_depends_on_own_prompt_and_seed(sampler):
     completions = _sample(sampler)
     small = EmbeddedSampler(MODEL, PARAMS, precision=F32, max_batch=8)
     assert _same_tokens(completions, _sample(small))
@@ -135,7 +135,7 @@ def test_samplers_of_equal_models_share_their_programs(sampler):
     assert _same_tokens(found, expected)
 
 
-def test_completions_end_correctly_and_arrive_in_finishing_order(sampler):
+def test_completions_arrive_in_finishing_order(sampler):
     """With growing caches and a shrinking batch."""
     completions = list(sampler.sample(PROMPTS, SAMPLED, group_size=11))
     by_index = {(c.prompt_index, c.sample_index): c for c in completions}
@@ -165,7 +165,7 @@ def test_greedy_completions_have_logprobs_at_temperature_one(greedy):
         np.testing.assert_allclose(greedy[key].logprobs, expected, atol=1e-5)
 
 
-def test_loaded_weights_serve_from_the_next_request_on():
+def test_loaded_weights_serve_the_next_request():
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=F32)
     before = _sample(sampler)
     running = sampler.sample(PROMPTS, SAMPLED, group_size=4)
@@ -192,7 +192,7 @@ def test_weights_are_rounded_to_the_wire_dtype():
 @pytest.mark.parametrize(
     ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
-def test_a_mesh_gives_the_completions_of_one_device(greedy, rules, axes):
+def test_mesh_equals_one_device(greedy, rules, axes):
     layout = Layout(make_mesh(**axes), RULES[rules])
     params = jax.device_put(PARAMS, layout.tree(MODEL.specs))
     sharded = _sample(EmbeddedSampler(MODEL, params, precision=F32, layout=layout), GREEDY)
@@ -201,7 +201,7 @@ def test_a_mesh_gives_the_completions_of_one_device(greedy, rules, axes):
         np.testing.assert_allclose(greedy[key].logprobs, sharded[key].logprobs, atol=1e-5)
 
 
-def test_devices_of_its_own_serve_the_learners_weights(greedy):
+def test_own_devices_serve_the_learners_weights(greedy):
     """Bit for bit, whatever the learner's layout, and to two threads at once."""
     learners, own = jax.devices()[:4], jax.devices()[4:6]
     fsdp = Layout(make_mesh(fsdp=4, devices=learners), RULES["fsdp"])
@@ -221,7 +221,7 @@ def test_devices_of_its_own_serve_the_learners_weights(greedy):
             assert _same_tokens(greedy, found)
 
 
-def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
+def test_moving_a_batch_copies_shards_only():
     layout = Layout(make_mesh(fsdp=8), RULES["fsdp"])
     layers, batch, slots = 16, 16, 64
 
@@ -252,7 +252,7 @@ def test_moving_a_sharded_batch_needs_no_whole_copy_on_one_device():
     assert collectives(grown.as_text() or "", trips=pytest.fail) == {}
 
 
-def test_weights_reach_the_samplers_layout_with_known_traffic():
+def test_resharding_traffic_is_known():
     mesh = make_mesh(fsdp=4, tensor=2)
     params = jax.device_put(PARAMS, Layout(mesh, RULES["fsdp_tensor"]).tree(MODEL.specs))
     own = Layout(mesh, RULES["data"])
@@ -288,7 +288,7 @@ def test_invalid_requests_are_refused_at_the_call(sampler, prompts, group_size, 
         sampler.sample(prompts, SAMPLED, group_size=group_size)
 
 
-def test_a_turn_depends_on_its_own_index_and_limit_only(sampler):
+def test_turn_depends_on_own_index_and_limit(sampler):
     """A lower limit truncates the same completion, whatever else is sampled with it."""
     whole = _sample(sampler)
     limits = {(0, 1): 100, (1, 0): 7, (1, 3): len(whole[1, 3].tokens), (2, 2): 1}

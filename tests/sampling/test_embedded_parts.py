@@ -55,7 +55,7 @@ def test_count_buckets_divide_over_devices(count, multiple):
 
 
 @pytest.mark.parametrize(("more", "for_cpu"), [(1, True), (30, True), (1, False)])
-def test_slots_that_the_window_hides_are_not_read(more, for_cpu):
+def test_slots_beyond_the_window_are_skipped(more, for_cpu):
     config = dataclasses.replace(tiny.CONFIG, windows=(5,) * tiny.CONFIG.num_layers)
     config = dataclasses.replace(config, max_positions=1024)
     model, params = decoder(config), tiny.params(config=config)

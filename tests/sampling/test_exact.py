@@ -186,7 +186,7 @@ def test_with_fixed_sums_every_token_is_equal(family, name):
     assert not differences(model, params, precision, rollouts).any()
 
 
-def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
+def test_fixed_sums_ignore_batch_and_packing():
     model, params = a_model("qwen3")
     precision = parse("bf16_master,sums=fixed")
     whole = rollouts_of("qwen3", precision)
@@ -201,7 +201,7 @@ def test_with_fixed_sums_neither_batch_nor_microbatch_nor_packing_matters():
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])
-def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name):
+def test_fixed_sums_with_window(name):
     model, params = a_model("mistral", max_position_embeddings=1024)
     precision = dataclasses.replace(parse(name), sums="fixed")
     # The window of the first token begins in the first 512 slots, that of the last one does not.
@@ -217,7 +217,7 @@ def test_with_fixed_sums_every_token_is_equal_where_only_the_window_is_read(name
         *((f, "bf16_master") for f in ("gpt_oss", "qwen3_moe")),
     ],
 )
-def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(family, name):
+def test_fixed_sums_with_waiting_turns(family, name):
     model, params = a_model(family)
     precision = dataclasses.replace(parse(name), sums="fixed")
     whole = rollouts_of(family, precision)
@@ -238,7 +238,7 @@ def test_with_fixed_sums_neither_order_nor_company_matters_where_turns_wait(fami
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
+def test_fixed_sums_give_ratio_one(name):
     model, params = a_model("qwen3")
     precision = dataclasses.replace(parse(name), sums="fixed")
     learner = a_learner(model, precision)
@@ -249,7 +249,7 @@ def test_with_fixed_sums_the_training_step_sees_a_ratio_of_one(name):
     assert found["mismatch/kl"] == found["mismatch/k3_kl"] == 0
 
 
-def test_with_fixed_sums_there_is_no_shape_noise():
+def test_fixed_sums_have_no_shape_noise():
     model, params = a_model("qwen3")
     noise = {}
     for sums in ("fixed", "any"):
@@ -264,7 +264,7 @@ def test_with_fixed_sums_there_is_no_shape_noise():
     assert 0 < noise["any"].std() < 1e-5
 
 
-def test_with_fixed_sums_a_large_vocabulary_is_added_as_one():
+def test_fixed_sums_with_large_vocabulary():
     model, params = a_model("qwen3", vocab_size=40_001, num_hidden_layers=1)
     precision = parse("bf16_master,sums=fixed")
     rollouts = sampled(model, params, precision, prompts=2)

@@ -65,7 +65,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("config", [tiny.DEEPSEEK, DIRECT], ids=["narrow_q", "direct_q"])
-def test_refilled_and_continued_rows_have_the_completions_of_the_expanded_cache(config):
+def test_latent_rows_equal_expanded_rows(config):
     params = lora.merge(adapted(decoder(config), tiny.params(config=config)))
     forms = parse("fp32"), NARROW
     expected, found = (completions(a_sampler(form, config=config, params=params)) for form in forms)
@@ -73,7 +73,7 @@ def test_refilled_and_continued_rows_have_the_completions_of_the_expanded_cache(
 
 
 @pytest.mark.parametrize("cut", [{"fsdp": 4, "tensor": 2}, {"tensor": 4}], ids=str)
-def test_a_mesh_gives_the_completions_of_one_device(cut):
+def test_mesh_equals_one_device(cut):
     layout = Layout(
         make_mesh(devices=jax.devices()[: np.prod(list(cut.values()))], **cut), RULES["fsdp_tensor"]
     )

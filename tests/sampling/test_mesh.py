@@ -32,7 +32,7 @@ def sampled(config, layout=None):
 @pytest.mark.parametrize(
     "config", [tiny.MOE, tiny.GPT_OSS, tiny.NEXT], ids=["moe", "gpt_oss", "next"]
 )
-def test_a_mesh_gives_the_completions_of_one_device(config):
+def test_mesh_equals_one_device(config):
     layout = Layout(make_mesh(fsdp=4, tensor=2), RULES["fsdp_tensor"])
     for one, other in zip(sampled(config), sampled(config, layout), strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)

@@ -108,7 +108,7 @@ def test_rows_that_have_ended_do_not_idle(decoded):
 @pytest.mark.parametrize(
     ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
-def test_a_mesh_gives_the_completions_of_one_device(rules, axes, decoded):
+def test_mesh_equals_one_device(rules, axes, decoded):
     turns = _turns()
     expected = _sampled(turns, max_batch=len(turns))
     layout = Layout(make_mesh(**axes), RULES[rules])
@@ -116,13 +116,13 @@ def test_a_mesh_gives_the_completions_of_one_device(rules, axes, decoded):
     assert decoded["refills"] > 0
 
 
-def test_a_request_of_short_completions_compiles_no_more_programs(decoded):
+def test_short_completions_compile_no_more_programs(decoded):
     turns = _turns(longest=64)
     _assert_equal(_sampled(turns), _sampled(turns, max_batch=len(turns)))
     assert decoded["refills"] == 0
 
 
-def test_a_context_that_exceeds_the_cache_enlarges_it():
+def test_long_context_enlarges_the_cache():
     short, long = np.arange(2, 5, dtype=np.int32), np.arange(2, 110, dtype=np.int32) % 60 + 2
     turns = [Turn(short, 0, j, 70 if j else 1) for j in range(BATCH)]
     turns += [Turn(long, 1, j, 10) for j in range(BATCH)]

@@ -98,7 +98,7 @@ def asking() -> Iterator[Asking]:
         made.router.close()
 
 
-def test_a_slow_server_gets_nothing_while_another_is_idle(asking):
+def test_idle_server_is_preferred(asking):
     slow, fast = asking.servers
     slow.open.clear()
     first = asking.begin()
@@ -112,7 +112,7 @@ def test_equally_busy_servers_take_turns(asking):
     assert Counter(asking.one() for _ in range(20)) == {"A": 10, "B": 10}
 
 
-def test_requests_with_a_known_prefix_stay_on_its_server(asking):
+def test_known_prefix_stays_on_its_server(asking):
     begun = {key: asking.one(key, 100 + key) for key in range(7)}
     assert {*begun.values()} == {"A", "B"}
     for key in (3, 0, 6, 6, 1, 2, 5, 4, 3, 3):  # by each of its keys, in any order
@@ -124,7 +124,7 @@ def test_requests_with_a_known_prefix_stay_on_its_server(asking):
     assert all(len(where) == 1 for where in found.values())
 
 
-def test_affinity_ends_when_its_server_is_too_loaded(asking):
+def test_affinity_ends_under_load(asking):
     here = asking.one(7)
     for server in asking.servers:
         server.open.clear()
@@ -138,7 +138,7 @@ def test_affinity_ends_when_its_server_is_too_loaded(asking):
     assert asking.one(7) != here  # the affinity has moved
 
 
-def test_a_server_that_fails_fast_does_not_attract_requests(asking):
+def test_fast_failing_server_attracts_no_requests(asking):
     """It always has the fewest requests in flight. A dead engine answers 500."""
     failing, _ = asking.servers
     for status in (500, 503):
@@ -152,7 +152,7 @@ def test_a_server_that_fails_fast_does_not_attract_requests(asking):
         asking.one()
 
 
-def test_requests_at_a_server_that_missed_a_publish_are_retried_on_others(asking):
+def test_requests_leave_an_outdated_server(asking):
     """It may stay paused and would hold the requests until their timeout."""
     paused, well = asking.servers
     assert asking.one() == "A"  # over a connection that stays open

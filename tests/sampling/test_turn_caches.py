@@ -105,7 +105,7 @@ def test_only_what_is_new_is_computed(config, computed):
     [(tiny.CONFIG, "fp32"), (tiny.CONFIG, "bf16_master"), (tiny.GPT_OSS, "fp16_master")],
     ids=lambda x: getattr(x, "model_type", x),
 )
-def test_with_fixed_sums_a_kept_beginning_changes_no_bit(config, name, computed):
+def test_fixed_sums_with_kept_beginning(config, name, computed):
     precision = parse(f"{name},sums=fixed")
     expected = _played(_sampler(config, precision=precision), caches=False)
     found = _played(_sampler(config, precision=precision), caches=True)
@@ -113,7 +113,7 @@ def test_with_fixed_sums_a_kept_beginning_changes_no_bit(config, name, computed)
     assert computed["rest"] > 0
 
 
-def test_turns_that_wait_for_rows_begin_with_what_is_kept(computed):
+def test_waiting_turns_reuse_kept_rows(computed):
     settings = {"episodes": 40, "longest": 80}
     expected = _played(_sampler(max_batch=40), caches=False, **settings)
     whole, computed["whole"] = computed["whole"], 0
@@ -127,7 +127,7 @@ def test_turns_that_wait_for_rows_begin_with_what_is_kept(computed):
 @pytest.mark.parametrize(
     ("rules", "axes"), [("data", {"data": 8}), ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
-def test_a_mesh_gives_the_completions_of_one_device(rules, axes, computed):
+def test_mesh_equals_one_device(rules, axes, computed):
     expected = _played(_sampler(), caches=False)
     layout = Layout(make_mesh(**axes), RULES[rules])
     _assert_equal(_played(_sampler(layout=layout), caches=True), expected)
@@ -157,7 +157,7 @@ def test_states_of_linear_layers_are_computed_anew(computed):
         lambda tokens: tokens[:-1],  # nothing is new
     ],
 )
-def test_a_context_that_does_not_continue_the_turn_before_is_computed_whole(change, computed):
+def test_changed_context_is_recomputed(change, computed):
     sampler, cache = _sampler(), TurnCache()
     context = np.random.default_rng(0).integers(2, 64, 40).astype(np.int32)
     (said,) = sampler.sample_turns([Turn(context, 0, 0, 20, None, cache)], PARAMS)
@@ -168,7 +168,7 @@ def test_a_context_that_does_not_continue_the_turn_before_is_computed_whole(chan
     _assert_equal([found], [expected])
 
 
-def test_a_sampler_keeps_rows_of_two_batches_and_only_while_episodes_run():
+def test_rows_are_kept_while_episodes_run():
     gc.freeze()  # collects what this test makes, and nothing of the tests before
     sampler, caches = _sampler(max_batch=4), [TurnCache() for _ in range(12)]
     context = np.arange(2, 12, dtype=np.int32)
@@ -183,7 +183,7 @@ def test_a_sampler_keeps_rows_of_two_batches_and_only_while_episodes_run():
     assert alive() is None
 
 
-def test_each_cache_is_freed_once_its_rows_are_taken():
+def test_caches_are_freed_when_taken():
     gc.freeze()  # as above
     sampler, caches = _sampler(max_batch=4), [TurnCache() for _ in range(8)]
     rng = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def test_each_cache_is_freed_once_its_rows_are_taken():
     assert sum(keys() is not None for keys in alive) == 1
 
 
-def test_a_batch_that_is_rounded_up_to_the_mesh_is_kept(computed):
+def test_rounded_batch_is_kept(computed):
     layout = Layout(make_mesh(data=8), RULES["data"])
     _played(_sampler(layout=layout, max_batch=3), caches=True, turns=2, episodes=3)
     assert computed["rest"] > 0
@@ -228,7 +228,7 @@ class Talk:
         return Step([40, 41], 0.0, self.turns == 3)
 
 
-def test_episodes_compute_only_what_follows_the_turn_before(computed):
+def test_episodes_compute_new_tokens_only(computed):
     limits = EpisodeLimits(
         max_turns=4, max_tokens=60, max_prompt_tokens=20, timeout=60.0, vocab_size=64
     )

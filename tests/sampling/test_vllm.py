@@ -47,7 +47,7 @@ def ask(sampler: VllmSampler, *prompts: list[int], group_size: int = 1) -> list[
     return list(sampler.sample(arrays, PARAMS, group_size=group_size))
 
 
-def test_a_group_is_one_request_of_token_ids(server, sampler):
+def test_group_is_one_request(server, sampler):
     found = ask(sampler, [2, 3], [4], group_size=3)
     assert {(c.prompt_index, c.sample_index) for c in found} == {
         (i, j) for i in range(2) for j in range(3)
@@ -78,7 +78,7 @@ def test_requests_are_limited_and_connections_reused(server, sampler):
     assert len(server.clients) == 2
 
 
-def test_failed_requests_are_retried_with_the_same_body(server, sampler):
+def test_retry_sends_the_same_body(server, sampler):
     server.reply = failing(0, 503, 500)
     (one,) = ask(sampler, [2, 3])
     assert len(one.tokens) == 8
@@ -86,7 +86,7 @@ def test_failed_requests_are_retried_with_the_same_body(server, sampler):
     assert all(body == server.bodies[0] for body in server.bodies)
 
 
-def test_a_refusal_is_final_and_quotes_the_server(server, sampler):
+def test_refusal_is_final_and_quoted(server, sampler):
     server.reply = lambda body: (400, "max_model_len is 16")
     with pytest.raises(SamplerError, match=r"prompt 0: 400 max_model_len is 16"):
         ask(sampler, [2, 3])
@@ -175,7 +175,7 @@ def test_two_servers_share_the_requests(two):
     assert max(first.busiest, second.busiest) == 2
 
 
-def test_the_turns_of_an_episode_stay_on_one_server(two):
+def test_episode_stays_on_one_server(two):
     """Continuations after an abort stay too: the server has the prefix in its cache."""
     first, second, sampler = two
     prompts = {i: np.array([2, 3, i], np.int32) for i in range(10, 16)}
@@ -215,7 +215,7 @@ UNPUBLISHED = json.dumps(
 
 
 @pytest.mark.parametrize("fate", [(0, ""), (200, UNPUBLISHED)])
-def test_a_failed_server_gets_no_requests_until_the_next_publish(two, fate):
+def test_failed_server_waits_for_next_publish(two, fate):
     first, second, sampler = two
     second.reply = lambda body: fate
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
@@ -230,7 +230,7 @@ def test_a_failed_server_gets_no_requests_until_the_next_publish(two, fate):
     assert len(second.bodies) > refused
 
 
-def test_all_servers_are_retried_when_all_have_failed(two):
+def test_all_failed_servers_are_retried(two):
     first, second, sampler = two
     second.reply = lambda body: (0, "")
     first.reply = failing(0, 503)
@@ -248,7 +248,7 @@ def test_dropped_idle_connections_use_up_no_attempts(two, monkeypatch):
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
 
 
-def test_a_server_that_missed_the_last_publish_gets_no_requests(two):
+def test_outdated_server_gets_no_requests(two):
     """It may hold weights of steps that were rolled back, under a version that comes again."""
     first, second, sampler = two
     sampler.use_version(7, urls=[first.url])
@@ -269,7 +269,7 @@ def test_invalid_logprobs_are_nan(server, sampler):
     np.testing.assert_array_equal(one.logprobs, np.array(expected, np.float32))
 
 
-def test_stop_sequences_of_several_tokens_end_a_completion_and_are_kept(server, sampler):
+def test_multi_token_stop_sequences_are_kept(server, sampler):
     server.reply = lambda body: (200, json.dumps({"choices": [choice(0, [5, 5, 6, 7, 5, 6])]}))
     (one,) = ask(sampler, [2])
     assert one.tokens.tolist() == [5, 5, 6]
@@ -319,7 +319,7 @@ def test_scores_from_another_version_are_an_error(server, sampler):
         sampler.score([np.array([2, 8])])
 
 
-def test_closing_does_not_wait_for_requests_in_flight(server, sampler):
+def test_closing_does_not_wait_for_requests(server, sampler):
     release = threading.Event()
 
     def hang(body):
@@ -341,7 +341,7 @@ def test_closing_does_not_wait_for_requests_in_flight(server, sampler):
     assert len(server.bodies) == 2
 
 
-def test_turns_with_one_context_are_one_request_with_the_groups_seed(server, sampler):
+def test_equal_contexts_are_one_request(server, sampler):
     one, two = np.array([2, 3], np.int32), np.array([2, 4], np.int32)
     turns = [Turn(one, 1, 0, 5), Turn(one, 1, 1, 5), Turn(two, 1, 2, 5), Turn(two, 1, 3, 4)]
     found = {c.sample_index: len(c.tokens) for c in sampler.sample_turns(turns, PARAMS)}

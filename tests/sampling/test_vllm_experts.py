@@ -39,7 +39,7 @@ def answering(*choices: dict[str, Any]):
     return lambda body: (200, json.dumps({"choices": [next(queue)]}))
 
 
-def test_experts_are_those_of_all_tokens_but_the_last(server, sampler):
+def test_experts_cover_all_but_last_token(server, sampler):
     server.reply = answering(choice(0, [9] * 6, routed_experts=routed(8)))
     (found,) = sampler.sample([PROMPT], PARAMS, group_size=1)
     assert found.experts[:, 0, 0].tolist() == list(range(7))
@@ -50,7 +50,7 @@ def test_experts_are_those_of_all_tokens_but_the_last(server, sampler):
     assert found.experts[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_a_continued_completion_keeps_the_experts_that_drew_its_tokens(server, sampler):
+def test_continued_completion_keeps_its_experts(server, sampler):
     """The server computes the beginning again, with newer weights and other experts."""
     begun = choice(0, [9, 9, 9], finish_reason="abort", routed_experts=routed(5))
     span = [{"version": "5", "start": 0, "end": 3}]
@@ -61,7 +61,7 @@ def test_a_continued_completion_keeps_the_experts_that_drew_its_tokens(server, s
     assert found.experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106]
 
 
-def test_a_server_that_does_not_record_them_is_an_error(server, sampler):
+def test_server_without_experts_is_an_error(server, sampler):
     server.reply = answering(choice(0, [9] * 6, routed_experts=None))
     with pytest.raises(SamplerError, match=r"reports no experts.*--enable-return-routed-experts"):
         list(sampler.sample([PROMPT], PARAMS, group_size=1))

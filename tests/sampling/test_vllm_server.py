@@ -60,7 +60,7 @@ def sample(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
     return sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
 
 
-def test_greedy_completions_equal_those_of_the_embedded_sampler(serving):
+def test_greedy_completions_equal_the_embedded_samplers(serving):
     embedded = EmbeddedSampler(MODEL, tiny.params(config=SERVED), precision=FP32)
     plain = SamplingParams(max_tokens=24, temperature=0)
     longest = sample(embedded, plain)
@@ -96,7 +96,7 @@ def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> 
     return np.asarray(scored)
 
 
-def test_after_a_publish_server_and_learner_compute_the_same(serving):
+def test_published_server_equals_learner(serving):
     """The canary: tokens sampled at another temperature, scored by the learner's forward pass."""
     drawn = SamplingParams(max_tokens=16, temperature=0.7, seed=5)
     seen = []
@@ -140,7 +140,7 @@ def test_server_and_learner_score_given_tokens_alike(serving):
 
 
 @pytest.mark.usefixtures("serving")  # which publishes the checkpoint's weights
-def test_a_teacher_on_a_server_scores_as_in_the_learners_process(material):
+def test_served_teacher_equals_local_teacher(material):
     directory, rng = material.directory, np.random.default_rng(1)
     rollouts = [
         given_rollout(rng.integers(2, 64, n), rng.integers(2, 64, 13 - n)) for n in (1, 5, 12)
@@ -169,7 +169,7 @@ class Speaks:
         return Step([40, 3], done=self.turns == 3)
 
 
-def test_a_turn_is_sampled_given_the_whole_episode(serving):
+def test_turn_is_conditioned_on_the_episode(serving):
     """Each token has the log-prob that one forward pass over the whole episode gives."""
     limits = EpisodeLimits(
         max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=60.0, vocab_size=64
@@ -217,12 +217,12 @@ def test_many_long_prompts_with_seeds(serving):
     assert len(list(found)) == 80
 
 
-def test_a_prompt_too_long_for_the_server_is_an_error(serving):
+def test_too_long_prompt_is_an_error(serving):
     with pytest.raises(ValueError, match="positions"):
         serving.sampler.sample([np.arange(2, 60)] * 2, SamplingParams(max_tokens=100), group_size=1)
 
 
-def test_a_run_trains_through_the_server_and_resumes(material, tmp_path):
+def test_run_trains_through_a_server(material, tmp_path):
     changes = {
         "sampler__url": material.url,
         "run_dir": str(tmp_path / "run"),
