@@ -10,7 +10,7 @@ def never(depth: int) -> int:
     raise AssertionError(f"a loop at depth {depth} has an unknown length")
 
 
-def test_loop_reads_its_part_of_stacked_weights_each_time():
+def test_loop_reads_one_slice_per_iteration():
     weights = jax.ShapeDtypeStruct((5, 4096), jnp.float32)
 
     def total(weights):
@@ -76,7 +76,7 @@ ENTRY %main (a: u16[5,8,128], b: u16[128]) -> u16[5,8,128] {
 """
 
 
-def test_slices_updates_in_place_and_a_tpus_own_memory():
+def test_slices_updates_and_vmem():
     # 3 times: 8 x 128 numbers of 2 bytes are read and 128 written; before, 128 are read.
     found = memory_traffic(TPU, trips=lambda _: 3)
     assert found == MemoryTraffic(2 * 128 + 3 * 2 * 8 * 128, 3 * 2 * 128)

@@ -41,7 +41,7 @@ def test_some_devices_only():
         ({"data": -2}, r"data=-2: a size is a positive number"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_an_error_with_the_numbers(sizes, message):
+def test_mesh_must_fit_the_devices(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes)
 
@@ -65,7 +65,7 @@ class Chip:
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 64}, {"fsdp": 8, "expert": 8}, {"data": 32, "tensor": 2}]
 )
-def test_sizes_need_not_be_those_of_the_wires(sizes):
+def test_mesh_may_differ_from_topology(sizes):
     chips = [Chip((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
     mesh = make_mesh(**sizes, devices=chips)
     assert {axis: n for axis, n in mesh.shape.items() if n > 1} == sizes

@@ -62,7 +62,7 @@ def test_presets_cut_parameters(preset, axes, expected):
     assert layout(preset, data=2, fsdp=2, tensor=2).sharding(axes).spec == expected
 
 
-def test_experts_and_long_rows_have_axes_of_their_own():
+def test_experts_and_rows_have_own_axes():
     experts = ("layers", "experts", "mlp", "embed")
     cut = layout("expert", fsdp=2, expert=4)
     assert cut.sharding(experts).spec == PartitionSpec(None, "expert", None, "fsdp")
@@ -106,7 +106,7 @@ def test_parameters_and_activations_have_their_own_rules():
     assert cut.sharding(("embed",)).spec == PartitionSpec("fsdp")
 
 
-def test_mesh_axes_of_size_one_are_left_out():
+def test_axes_of_size_one_are_dropped():
     cut = layout(data=2, tensor=4)
     assert cut.sharding(("vocab", "embed")).spec == PartitionSpec("tensor")
     assert cut.batch(("batch", "length")).spec == PartitionSpec("data")
@@ -119,7 +119,7 @@ def test_a_layout_is_a_value():
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_every_device_holds_its_part_and_the_parts_are_the_whole(sizes):
+def test_shards_partition_the_array(sizes):
     cut = layout(**sizes)
     whole = parameters()
     placed = jax.device_put(whole, cut.tree(DECLARED))
@@ -177,7 +177,7 @@ def test_one_device_costs_nothing():
     assert not jaxpr.eqns
 
 
-def test_two_dimensions_over_one_mesh_axis_are_an_error():
+def test_repeated_mesh_axis_is_an_error():
     rules = make_rules(parameters={"vocab": "fsdp", "embed": ("tensor", "fsdp")}, activations={})
     with pytest.raises(ValueError, match=r"'vocab' and 'embed' are both cut over .* axis 'fsdp'"):
         Layout(make_mesh(fsdp=8), rules).sharding(("vocab", "embed"))
@@ -197,7 +197,7 @@ def test_an_unknown_axis_is_an_error():
         Layout(make_mesh(fsdp=8), rules)
 
 
-def test_a_size_that_does_not_divide_is_an_error_with_path_and_numbers():
+def test_indivisible_size_names_path_and_numbers():
     with pytest.raises(ValueError, match=r"'layers/k_bias' .*\(3, 8\).*'kv_heads' has size 8") as e:
         Layout(
             make_mesh(tensor=-1, devices=jax.devices()[:3]),

@@ -16,7 +16,7 @@ def compiled(fn, *shapes, **jit):
     return jax.jit(fn, **jit).lower(*shapes).compile().as_text() or ""
 
 
-def test_a_gather_in_a_loop_counts_as_often_as_the_loop_runs():
+def test_gather_in_loop_counts_iterations():
     mesh = make_mesh(fsdp=8)
     whole = NamedSharding(mesh, PartitionSpec())
     cut = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
@@ -35,7 +35,7 @@ def test_a_gather_in_a_loop_counts_as_often_as_the_loop_runs():
     assert found["all-gather"] == Traffic(5, size, size * 7 / 8)
 
 
-def test_a_loop_of_unknown_length_runs_as_often_as_it_is_said_to():
+def test_loop_length_can_be_given():
     mesh = make_mesh(fsdp=8)
     rows = NamedSharding(mesh, PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=rows)
@@ -80,7 +80,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """  # noqa: E501
 
 
-def test_the_forms_of_a_tpu_program_are_read():
+def test_tpu_program_forms_are_read():
     found = collectives(TPU, trips=never)
     pair = 4 * 128 * 2 + 8 * 4
     assert found == {
