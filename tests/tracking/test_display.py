@@ -4,7 +4,7 @@ from jaxrl.tracking import display
 from jaxrl.tracking.display import format_duration, seconds_left
 
 
-def test_the_time_left_follows_the_median_recent_step():
+def test_time_left_follows_the_median_step():
     times = [(step, 3.0 * step + (500 if step > 25 else 0)) for step in range(1, 31)]  # 25 compiled
     assert seconds_left(times, total=100) == pytest.approx(3 * 70)
     assert seconds_left(times[:1], total=100) is None
@@ -30,7 +30,7 @@ def test_the_display_ignores_entries_of_evaluations(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 7/10: reward 0.500, 6:00 left")
 
 
-def test_the_time_left_omits_the_first_step_which_compiles(monkeypatch, capsys):
+def test_time_left_omits_the_first_step(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
     with display.ProgressDisplay("train", start_step=0, total_steps=4) as shown:

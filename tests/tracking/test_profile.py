@@ -29,7 +29,7 @@ def traced(calls, steps, *, done, total, directory):
     return found
 
 
-def test_exactly_the_requested_steps_are_traced_and_a_note_explains_none(calls, tmp_path):
+def test_requested_steps_are_traced(calls, tmp_path):
     for first, last, done, total in itertools.product(range(1, 6), repeat=4):
         if first <= last and done <= total:
             found = traced(calls, (first, last), done=done, total=total, directory=tmp_path)
@@ -40,7 +40,7 @@ def test_exactly_the_requested_steps_are_traced_and_a_note_explains_none(calls, 
     assert explain_no_trace(None, done=5, total=5) is None
 
 
-def test_the_note_names_the_steps_and_the_state_of_the_run():
+def test_note_names_steps_and_state():
     note = explain_no_trace((10, 12), done=24, total=24)
     assert note is not None
     assert "profile_steps = [10, 12]: nothing to trace, the run has done 24 of 24" in note

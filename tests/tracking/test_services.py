@@ -56,7 +56,7 @@ def track(directory, *, start):
         tracker.event(start + 1, SPIKE | {"at": start + 1})
 
 
-def test_metrics_and_alarms_are_sent_and_a_resumed_run_continues_there(calls, tmp_path):
+def test_resumed_run_continues_in_services(calls, tmp_path):
     track(tmp_path, start=0)
     first = list(calls)
     assert ("wandb.log", {"step": 1, "reward": 0.5}, {}) in first
@@ -74,7 +74,7 @@ def test_metrics_and_alarms_are_sent_and_a_resumed_run_continues_there(calls, tm
     assert calls[-2:] == [("wandb.finish", {"exit_code": 0}), ("mlflow.end_run", "FINISHED", {})]
 
 
-def test_a_large_config_is_sent_to_mlflow_in_parts(calls, tmp_path):
+def test_large_config_is_split_for_mlflow(calls, tmp_path):
     many = {f"key{i}": i for i in range(144)}
     open_services(TrackingConfig(mlflow="m"), tmp_path, resolved=many, note=print)
     parts = [c[1] for c in calls if c[0] == "mlflow.log_params"]
@@ -94,9 +94,7 @@ def test_a_crashed_run_is_reported_as_failed(calls, tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["start_run", "log_metrics", "end_run"])
-def test_an_outage_of_a_service_does_not_affect_the_run(
-    broken, calls, tmp_path, monkeypatch, capsys
-):
+def test_service_outage_does_not_affect_run(broken, calls, tmp_path, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise ConnectionError("503 from the service")
 
@@ -113,7 +111,7 @@ def test_an_outage_of_a_service_does_not_affect_the_run(
     assert [c[1]["reward"] for c in calls if c[0] == "wandb.log" and "reward" in c[1]] == kept
 
 
-def test_an_unresponsive_service_is_paused_for_ten_times_the_failure(monkeypatch):
+def test_unresponsive_service_is_paused(monkeypatch):
     now, tried = 0.0, []
 
     class Slow:

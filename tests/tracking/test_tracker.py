@@ -45,7 +45,7 @@ def test_only_an_incomplete_last_line_is_dropped(tmp_path):
         read_metrics(path)
 
 
-def test_metrics_that_are_missing_have_no_panel_in_the_plot(tmp_path):
+def test_missing_metrics_have_no_panel(tmp_path):
     entries = [{"step": 0, "eval/accuracy": 0.2}, {"step": 1, "reward": 0.5, "kl": None}]
     draw_run(entries, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
