@@ -130,7 +130,7 @@ def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
     assert f"back to step {made.to} with loss.kl 0.1 -> 0.2" in capsys.readouterr().err
 
 
-def test_too_high_learning_rate_is_detected_before_the_reward_falls(material, tmp_path):
+def test_high_learning_rate_is_detected_early(material, tmp_path):
     changes = {
         "train.steps": "20",
         "reward.path": f"{material / 'rewards.py'}:digits",
@@ -202,7 +202,7 @@ def one_learner(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_learner")
-def test_ten_seeds_of_a_healthy_run_raise_no_alarm(material, tmp_path, monkeypatch):
+def test_healthy_runs_raise_no_alarm(material, tmp_path, monkeypatch):
     """With the usual limits and windows: the first steps are judged too."""
     monkeypatch.setattr(alarms, "LIMITS", Limits())
     changes = {
@@ -237,7 +237,7 @@ def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, caps
     assert [event["action"] for event in events(tmp_path / "run")] == ["pause"]
 
 
-def test_alarm_on_the_last_evaluation_pauses_the_run(material, tmp_path, monkeypatch):
+def test_last_evaluation_can_pause_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
@@ -284,7 +284,7 @@ def watched(material, directory, **changes):
     return AlarmActions(cast(Any, run)), said, noted
 
 
-def test_most_severe_action_wins_and_all_alarms_are_logged(material, tmp_path):
+def test_most_severe_action_wins(material, tmp_path):
     actions, said, noted = watched(
         material, tmp_path, alarms__gradient_spike="stop", alarms__kl_spike="pause"
     )

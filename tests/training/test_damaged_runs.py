@@ -85,9 +85,7 @@ def test_resume_gives_the_same_files(damaging, run_dir, name, kind):
 
 
 @pytest.mark.parametrize("rest", [b'{"step": 3, "text": "\xe2\x82', b"7", b'{"step": "3"}', b"{"])
-def test_incomplete_last_line_of_the_metrics_is_dropped_with_a_line(
-    damaging, run_dir, rest, capsys
-):
+def test_incomplete_last_line_is_dropped(damaging, run_dir, rest, capsys):
     script, directory, base = damaging
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(rest)
@@ -96,7 +94,7 @@ def test_incomplete_last_line_of_the_metrics_is_dropped_with_a_line(
     assert read_metrics(run_dir / "metrics.jsonl") == read_metrics(base / "metrics.jsonl")
 
 
-def test_other_numbers_in_the_logs_do_not_change_the_run(damaging, run_dir):
+def test_logs_do_not_affect_the_run(damaging, run_dir):
     """The logs have no digests: reports and alarms read them, nothing that a step computes."""
     shutil.rmtree(run_dir / "checkpoints" / "3")  # to compute that step again
     for name, key in (("metrics.jsonl", '"grad_norm": '), ("samples.jsonl", '"reward": ')):
@@ -109,7 +107,7 @@ def test_other_numbers_in_the_logs_do_not_change_the_run(damaging, run_dir):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_damaged_line_of_a_log_is_named(damaging, run_dir, name):
+def test_damaged_log_line_is_named(damaging, run_dir, name):
     lines = (run_dir / name).read_bytes().splitlines(keepends=True)
     assert len(lines) > 1
     (run_dir / name).write_bytes(b"".join([lines[0][:-3] + b"\n", *lines[1:]]))
@@ -127,7 +125,7 @@ def test_lost_metrics_are_reported(damaging, run_dir, capsys):
     assert expected in capsys.readouterr().err
 
 
-def test_missing_config_does_not_admit_another_learning_rate(damaging, run_dir):
+def test_missing_config_refuses_the_resume(damaging, run_dir):
     script, directory, _ = damaging
     (run_dir / "config.toml").unlink()
     keys = script.small_run.overrides(directory / "material", run_dir, steps=script.STEPS)

@@ -59,7 +59,7 @@ def config(material, **changes) -> Config:
     return run_config(material, **own | changes)
 
 
-def test_scores_are_those_of_each_sequence_alone_whatever_the_batch():
+def test_scores_are_independent_of_the_batch():
     """Five completions in minibatches of two; the experts of the policy are not replayed."""
     score = make_score(decoder(CONFIG), precision=FP32, rows_per_microbatch=2)
     compiled = functools.partial(jax.jit(score), tiny.params(1, config=CONFIG))
@@ -131,7 +131,7 @@ def opened(config, decode):
     return open_teacher(config, tokenizer, layout=layout, hosts=Hosts())
 
 
-def test_a_server_is_asked_for_the_tokens_that_were_sampled(material, url):
+def test_served_teacher_scores_sampled_tokens(material, url):
     def decode(ids, **_):
         return " ".join(map(str, ids))
 
@@ -151,7 +151,7 @@ def test_a_server_is_asked_for_the_tokens_that_were_sampled(material, url):
         config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
 
 
-def test_equal_rewards_are_no_alarm_where_a_teacher_teaches():
+def test_equal_rewards_are_fine_with_teacher():
     equal, taught = History(), History()
     for step in range(1, 21):
         numbers = {"step": step, "groups/zero_std": 8.0, "groups/sampled": 8.0, "reward": 0.0}

@@ -67,7 +67,7 @@ def wait_for(text: str, log: Path, process: ModuleProcess) -> None:
         time.sleep(0.05)
 
 
-def test_four_processes_share_and_all_end_when_one_hangs(tmp_path):
+def test_hanging_process_ends_all_four(tmp_path):
     with started(children("whole", tmp_path, count=4), tmp_path) as processes:
         for i, process in enumerate(processes):
             wait_for("whole", tmp_path / f"{i}.log", process)
@@ -93,7 +93,7 @@ def test_join_timeout_is_reported(tmp_path):
         ]
 
 
-def test_error_on_process_0_ends_all_with_its_message(tmp_path):
+def test_error_on_process_0_ends_all(tmp_path):
     with started(children("failing", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     first, second = ((tmp_path / f"{i}.log").read_text() for i in range(2))
@@ -111,7 +111,7 @@ def test_interrupted_process_does_not_wait(tmp_path):
     assert "jaxrl: process 1 of 2 failed: interrupted" in (tmp_path / "1.log").read_text()
 
 
-def test_unshared_run_directory_is_an_error_on_all(tmp_path):
+def test_unshared_run_directory_is_an_error(tmp_path):
     with started(children("apart", tmp_path, count=2), tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     for i in range(2):
@@ -132,7 +132,7 @@ def test_damaged_checkpoint_is_an_error_on_all(tmp_path):
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, ["all", "all"]), (1, ["0", "1"])])
-def test_only_task_of_a_slurm_node_has_all_devices(tmp_path, nodes, gpus):
+def test_single_slurm_task_has_all_devices(tmp_path, nodes, gpus):
     step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
     tasks = [step | {"PROCID": i, "LOCALID": i % (2 // nodes)} for i in range(2)]
     variables = [{f"SLURM_{name}": str(value) for name, value in task.items()} for task in tasks]
@@ -201,7 +201,7 @@ def finish(material: Path, run_dir: Path) -> None:
     assert "model:" in (run_dir.parent / "0.log").read_text()
 
 
-def test_run_of_two_then_four_processes_then_one_equals_that_of_one(material, tmp_path):
+def test_process_count_may_change_on_resume(material, tmp_path):
     run_dir, slow = tmp_path / "run", material / "slow"
     slow.touch()  # else a run may be done before it is stopped
     with started(commands(material, run_dir, count=2), tmp_path) as processes:
@@ -253,7 +253,7 @@ def assert_equal_runs(run_dir: Path, one: Path, *, model: Path) -> None:
     assert max(np.abs(theirs[name] - moved[name]).max() for name in theirs) > 1e-2
 
 
-def test_adapters_by_dpo_in_two_processes_resumed_in_one_equal_one(tmp_path):
+def test_dpo_adapters_resume_in_one_process(tmp_path):
     """Process 0 alone reads the pairs; the other one's file does not exist."""
     tiny.write_checkpoint(tmp_path / "model")
     rows = [

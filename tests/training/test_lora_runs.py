@@ -93,7 +93,7 @@ def test_adapter_step_equals_the_one_by_hand():
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, params.frozen)
 
 
-def test_frozen_parameters_have_no_master_copy_moments_or_checkpoint():
+def test_frozen_parameters_have_no_state():
     precision = PRECISIONS["bf16_master"]
     shapes = lora.abstract(specs(), trained=precision.params, kept=precision.wire)
     state = jax.eval_shape(make(optax.adam(1e-3), precision=precision).init, shapes)

@@ -316,7 +316,7 @@ def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypa
     assert (scores[there, 1] > scores[there, 2]).all()
 
 
-def test_packing_and_microbatches_do_not_change_a_step(model, material, tokenizer):
+def test_packing_and_microbatches_change_nothing(model, material, tokenizer):
     given = {
         "packed": config(model, material),
         "unpacked": config(

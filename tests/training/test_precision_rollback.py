@@ -143,7 +143,7 @@ def test_rollback_continues_in_another_precision(asked, monkeypatch):
     assert column(run_dir, "skipped_steps")[8] == 0
 
 
-def test_changed_precision_restarts_loss_scale_and_drops_pending():
+def test_changed_precision_restarts_loss_scale():
     f32, f16 = precision.PRESETS["fp32"], precision.PRESETS["fp16_master"]
     skipped = dataclasses.replace(init_loss_scale(f32.loss_scale), skipped=jnp.int32(3))
     learner = LearnerState(jnp.int32(7), jnp.ones(2), (), skipped)

@@ -136,7 +136,7 @@ def whole(rollout: Rollout, *, replayed: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(used)[0, : rollout.length - 1], np.asarray(logprobs)[0, answer]
 
 
-def test_sampler_and_learner_route_alike_on_the_same_weights(own):
+def test_sampler_and_learner_route_alike(own):
     for one in own:
         assert known(one).shape == (one.length - 1, LAYERS, CHOSEN)
         assert known(one).dtype == np.uint8
@@ -155,7 +155,7 @@ PERIODS = dataclasses.replace(tiny.GPT_OSS, num_layers=5, windows=(5, None, 5, N
 @pytest.mark.parametrize(
     "config", [dataclasses.replace(tiny.NEXT, num_layers=4), PERIODS], ids=["linear", "windows"]
 )
-def test_layers_that_alternate_are_recorded_and_replayed_in_their_order(config):
+def test_alternating_layers_are_replayed_in_order(config):
     model, params = decoder(config), tiny.params(config=config)
     sampler = EmbeddedSampler(model, params, precision=F32, record_experts=True)
     (one,) = sampler.sample(PROMPTS[:1], SamplingParams(max_tokens=9, seed=3), group_size=1)
@@ -175,7 +175,7 @@ def test_layers_that_alternate_are_recorded_and_replayed_in_their_order(config):
     np.testing.assert_array_equal(run(others), others)
 
 
-def test_batch_holds_the_experts_of_all_tokens_but_the_last(own):
+def test_batch_holds_all_but_last_experts(own):
     batch = minibatch(own).batch
     assert batch.experts is not None
     there = np.asarray(batch.experts >= 0).all(axis=(2, 3))
@@ -218,14 +218,14 @@ def test_router_learns_from_replayed_routing(foreign):
     np.testing.assert_allclose(gradient, unpacked, atol=2e-5 * float(jnp.abs(unpacked).max()))
 
 
-def test_experts_of_a_pending_rollout_survive_a_checkpoint(own):
+def test_pending_experts_survive_a_checkpoint(own):
     for one in (own[0], own[0]._replace(experts=None)):
         again = from_json(json.loads(json.dumps(to_json(one))))
         for name, value in one._asdict().items():
             np.testing.assert_array_equal(getattr(again, name), value)
 
 
-def test_episode_keeps_the_experts_that_sampled_its_tokens():
+def test_episode_keeps_its_tokens_experts():
     """Prompt 2, turn 2, observation 1, turn 2: the second turn's context was computed again."""
     builder = EpisodeBuilder(np.array([3, 4], np.int32), (0, 0))
 

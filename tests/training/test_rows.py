@@ -64,7 +64,7 @@ def test_the_log_says_what_keeps_prompts_apart(changes, reason, tmp_path):
     assert note.startswith(f"every completion computes its own prompt: {reason}")
 
 
-def test_kernels_that_compute_what_is_not_seen_share_long_prompts_only(tmp_path, monkeypatch):
+def test_dense_kernels_share_long_prompts_only(tmp_path, monkeypatch):
     long = {"data__max_prompt_tokens": "500", "sampling__max_tokens": "99"}
 
     def by(kernel, **changes):

@@ -81,7 +81,7 @@ def test_texts_tokenize_to_prompt_completion_and_end(material):
         sft.load_texts(config(material, "x").data, tokenizer, max_tokens=4)
 
 
-def test_whole_texts_are_trained_from_their_second_token(material, tmp_path):
+def test_texts_train_from_the_second_token(material, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "abc"}\n')
     tokenizer = huggingface.load_tokenizer(material / "untrained")
     keys = {"data.path": f"{tmp_path}/texts.jsonl", "data.text_key": "text"}
@@ -121,7 +121,7 @@ def test_conversations_are_learnt_turn_by_turn(material, tmp_path):
             load(row, **keys)
 
 
-def test_loss_is_the_mean_cross_entropy_of_completion_tokens(material):
+def test_loss_is_completion_cross_entropy(material):
     """Against a plain softmax over unpacked sequences."""
     tokenizer = huggingface.load_tokenizer(material / "untrained")
     sequences = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=96).sequences[:3]

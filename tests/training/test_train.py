@@ -147,7 +147,7 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
     assert sum(e.get("reward/failed", 0) for e in entries) % 4 == 0
 
 
-def test_learner_is_compiled_once_and_beside_the_sampler(finished, compiled):
+def test_learner_compiles_once_beside_the_sampler(finished, compiled):
     # One score is of longer rows.
     programs = {"jit(score)": 2, "jit(shadow_scores)": 1, "jit(step)": 1}
     assert {
@@ -155,7 +155,7 @@ def test_learner_is_compiled_once_and_beside_the_sampler(finished, compiled):
     } == {(name, "compile-ahead"): count for name, count in programs.items()}
 
 
-def test_run_leaves_samples_a_trace_and_its_versions(finished):
+def test_run_leaves_samples_trace_and_versions(finished):
     run_dir, _ = finished
     samples = read_metrics(run_dir / "samples.jsonl")
     assert [s["step"] for s in samples] == [1] * 8 + [2] * 8  # four of each of two prompts
@@ -191,7 +191,7 @@ def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):
     assert "this one cannot be scored" in capsys.readouterr().err
 
 
-def test_exported_model_has_the_same_logits_in_transformers(finished):
+def test_exported_model_keeps_its_logits(finished):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,7 +250,7 @@ def test_without_checkpoints_the_config_may_change(material, tmp_path):
         check_config(tmp_path, config(material, tmp_path))
 
 
-def test_free_keys_may_change_and_rounding_changes_are_reported(material, tmp_path):
+def test_free_keys_may_change(material, tmp_path):
     assert check_config(tmp_path, config(material, tmp_path)) is None
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     free = {"sampler.url": "http://10.0.0.2:8000", "probe.every": "3", "sampler.name": "vllm"}
@@ -275,13 +275,13 @@ def test_run_directory_is_locked(material, tmp_path):
         pass
 
 
-def test_unavailable_kernel_fails_before_the_run_directory_exists(material, tmp_path):
+def test_unavailable_kernel_fails_early(material, tmp_path):
     with pytest.raises(ValueError, match=r"'splash' is for TPUs, .* platform 'cpu'; use 'auto'"):
         train.train(config(material, tmp_path / "run", **{"train.attention": "splash"}))
     assert not (tmp_path / "run").exists()
 
 
-def test_completions_that_the_model_cannot_hold_are_refused_at_once(material, tmp_path):
+def test_too_long_completions_are_refused_early(material, tmp_path):
     positions = tiny.CONFIG.max_positions
     keys = {"sampling.max_tokens": str(positions), "train.microbatch_tokens": str(2 * positions)}
     given = config(material, tmp_path / "run", **keys)

@@ -45,7 +45,7 @@ def filled(**changes: Any) -> Buffer:
     return buffer
 
 
-def test_groups_are_trained_in_order_of_start_or_of_finish():
+def test_groups_follow_start_or_finish_order():
     assert numbers(filled().take(step=0)) == [0, 1]
     assert numbers(filled(order="finished").take(step=0)) == [3, 1]
 
@@ -60,7 +60,7 @@ def test_learner_waits_for_groups_started_earlier():
     assert numbers(buffer.take(step=0)) == [0, 1]
 
 
-def test_running_groups_are_resumed_even_in_a_shorter_run():
+def test_running_groups_resume_in_shorter_run():
     """Groups 1 to 3 wait, 0 is in flight, and one batch is left to train."""
     buffer = Buffer(batch=2, batches=1, max_staleness=1)
     buffer.restore([r for n in (1, 2, 3) for r in group(n, version=0)], [0])
@@ -76,7 +76,7 @@ def test_stale_groups_are_dropped_and_make_room():
     assert buffer.begin(next_number=4, step=2, most=9) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_dynamic_sampling_drops_zero_variance_groups_within_bounds():
+def test_dynamic_sampling_drops_zero_variance_groups():
     buffer = Buffer(batch=2, batches=4, max_staleness=2, zero_variance_per_batch=2)
     buffer.begin(next_number=0, step=0, most=6)
     for number in range(6):
@@ -88,7 +88,7 @@ def test_dynamic_sampling_drops_zero_variance_groups_within_bounds():
     assert buffer.begin(next_number=6, step=1, most=9) == [6, 7, 8, 9, 10, 11]
 
 
-def test_policy_newer_than_the_learner_is_an_error():
+def test_newer_policy_is_an_error():
     buffer = Buffer(batch=1, batches=1, max_staleness=1)
     buffer.begin(next_number=0, step=0, most=1)
     buffer.finish(0, group(0, version=0, newest=7))

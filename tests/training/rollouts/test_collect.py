@@ -47,7 +47,7 @@ def worth(text: str, example: Any) -> float:
     return 10.0 * prompt + sample
 
 
-def test_complete_groups_are_scored_while_others_are_sampled():
+def test_scoring_overlaps_sampling():
     seen = threading.Event()
 
     def reward(text: str, example: Any) -> float:

@@ -93,7 +93,7 @@ def test_every_informative_group_is_trained_once():
     assert len(set(run.sampler.seeds)) == len(run.sampler.seeds)
 
 
-def test_zero_variance_and_failures_are_counted_over_all_rounds():
+def test_counts_cover_all_rounds():
     (answers,) = steps(hand_made(dynamic_sampling_rounds=10), Progress(), 1)
     asked = [prompt_of(r) for r in answers.sampled[::2]]
     assert answers.numbers["groups/zero_std"] == sum(p % 4 in (2, 3) for p in asked)
@@ -142,7 +142,7 @@ def test_kept_groups_survive_json():
                 assert getattr(u, "dtype", type(u)) == getattr(v, "dtype", type(v))
 
 
-def test_masked_truncated_rollout_counts_in_its_group_only():
+def test_truncated_rollout_counts_in_group_only():
     (answers,) = steps(hand_made(dynamic_sampling_rounds=10, mask_truncated=True), Progress(), 1)
     for rollout in answers.batch:
         assert rollout.truncated == (rollout.completion[1] == 1)

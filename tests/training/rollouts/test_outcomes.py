@@ -90,7 +90,7 @@ def test_outcomes_hold_penalties_and_components():
         assert tokens.sum() == pytest.approx(reward if r.action_mask.any() else 0.0)
 
 
-def test_with_a_critic_each_token_pays_its_own_kl_penalty():
+def test_critic_tokens_pay_own_kl_penalty():
     """PPO's reward by hand: -.1 (log pi - log ref) for each token, and 1 for the last besides."""
     rollout = tiny.rollouts(1)[0]._replace(
         completion=np.arange(4), action_mask=np.array([True, True, False, True]), reward=1.0

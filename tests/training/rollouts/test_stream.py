@@ -150,7 +150,7 @@ def test_slow_completion_does_not_block_other_groups():
         stream.collect(seconds={})
 
 
-def test_resume_repeats_running_groups_and_keeps_waiting_ones():
+def test_resume_keeps_waiting_groups():
     run, progress = hand_made(**SERVED), Progress()
     third = prompts_of(run, 4)[3]
     run.sampler.gates = {third: threading.Event()}
@@ -199,7 +199,7 @@ def test_rollback_trains_on_each_prompt_once():
     assert numbers == list(range(12))  # each prompt once, as without a rollback
 
 
-def test_signal_ends_the_wait_and_keeps_finished_groups():
+def test_signal_keeps_finished_groups():
     run, progress, interrupt = hand_made(**SERVED), Progress(), Interrupt()
     slow = prompts_of(run, 1)[0]
     run.sampler.gates = {slow: threading.Event()}
@@ -222,7 +222,7 @@ def test_a_long_wait_is_noted(monkeypatch):
     assert "s for 2 groups: 3 are done, 1 are being sampled" in run.notes[0]
 
 
-def test_a_sampler_that_returns_too_few_ends_the_run(monkeypatch):
+def test_too_few_completions_end_the_run(monkeypatch):
     run = hand_made(**SERVED)
     whole = run.sampler.sample
     run.sampler.sample = lambda *a, **k: itertools.islice(whole(*a, **k), 1)
@@ -295,7 +295,7 @@ def test_mesh_with_embedded_sampler_is_refused():
         hand_made(mesh={"data": 2})
 
 
-def test_devices_of_the_sampler_are_the_last_ones():
+def test_sampler_takes_the_last_devices():
     config = hand_made(mesh={"data": 5}, sampler={"devices": 3, "rules": "tensor"}).config
     layout = make_layout(config.mesh, reserved=3)
     own = sampler_layout(config.sampler, layout)
@@ -378,7 +378,7 @@ def test_killed_and_stopped_run_resumes(material, tmp_path):
     assert entries[-1]["rollouts/sampled"] == 12  # no group is started in vain
 
 
-def test_sampler_with_devices_of_its_own_works_beside_a_mesh(material, tmp_path):
+def test_sampler_devices_work_beside_a_mesh(material, tmp_path):
     changes = {"mesh.data": "4", "sampler.devices": "4", "rollouts.max_staleness": "1"}
     changes |= {"train.steps": "3", "checkpoint.every": "0"}
     assert train.train(settings(material, tmp_path / "run", **changes)).step == 3
