@@ -29,7 +29,7 @@ def test_files_are_small_and_finished() -> None:
         assert not LEFT_OVERS.search(text), f"{path}: {LEFT_OVERS.search(text)}"
 
 
-def test_top_level_holds_only_what_the_design_names() -> None:
+def test_top_level_follows_the_design() -> None:
     odd = {name.split("/")[0] for name in tracked() if not TOP_LEVEL.fullmatch(name.split("/")[0])}
     assert not odd
 

@@ -47,7 +47,7 @@ def test_slurm_starts_one_process_a_node(run):
     assert [key, value, hosts, auto] == ["--mesh.fsdp", "16", "--hosts.coordinator", "auto"]
 
 
-def test_every_host_of_a_slice_gets_the_config_and_the_same_command(run, tmp_path):
+def test_every_host_gets_config_and_command(run, tmp_path):
     (tmp_path / "my.toml").write_text("")
     script, text = CLUSTER / "tpu_vm.sh", "a 'quoted' text"
     copied, started = run(
@@ -78,7 +78,7 @@ def test_shell_scripts_have_no_findings(script):
         subprocess.run(["shellcheck", script], check=True)
 
 
-def test_the_image_copies_what_exists_and_has_no_findings():
+def test_image_copies_existing_files():
     lines = (CLUSTER / "Dockerfile").read_text().splitlines()
     copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
     assert copies
@@ -87,7 +87,7 @@ def test_the_image_copies_what_exists_and_has_no_findings():
         subprocess.run(["hadolint", CLUSTER / "Dockerfile"], check=True)
 
 
-def test_the_job_set_has_as_many_pods_as_the_slice_has_hosts():
+def test_job_set_has_one_pod_per_host():
     job = yaml.safe_load((CLUSTER / "gke.yaml").read_text())
     (replicated,) = job["spec"]["replicatedJobs"]
     inner = replicated["template"]["spec"]

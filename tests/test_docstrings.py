@@ -41,7 +41,7 @@ def test_examples_print_what_they_show(name, capsys):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_function_of_the_algebra_has_an_example(name):
+def test_algebra_functions_have_examples(name):
     assert ">>> " in (inspect.getdoc(FUNCTIONS[name]) or "")
 
 

@@ -122,7 +122,7 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
     [c for c in COMMANDS if c.words[0].startswith("scripts/")],
     ids=lambda c: f"{c.where}: {c.text}",
 )
-def test_the_script_is_there_and_knows_its_options(command: Command, ends_when_read, monkeypatch):
+def test_scripts_know_their_options(command: Command, ends_when_read, monkeypatch):
     script = ROOT / command.words[0]
     if script.suffix == ".sh" or "main()" not in script.read_text():
         assert script.is_file()

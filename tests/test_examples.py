@@ -1,10 +1,8 @@
 """The examples run as they stand, on the quickstart's material made small."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,17 +30,7 @@ def run(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def executed(notebook: str) -> dict[str, Any]:
-    """Runs the cells of a notebook in order; returns their names."""
-    cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
-    namespace: dict[str, Any] = {"__name__": notebook}
-    for number, cell in enumerate(cells):
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
-    return namespace
-
-
-def test_grpo_is_forty_lines_and_imports_the_front_alone(material, monkeypatch, capsys):
+def test_grpo_example_is_short(material, monkeypatch, capsys):
     run("grpo.py", material, monkeypatch=monkeypatch)
     assert capsys.readouterr().out.count("reward 0.0") == 3
     lines = (EXAMPLES / "grpo.py").read_text().splitlines()
@@ -51,14 +39,14 @@ def test_grpo_is_forty_lines_and_imports_the_front_alone(material, monkeypatch, 
     assert len(lines) <= 40
 
 
-def test_own_loss_prints_its_formula_and_holds_the_policy(material, monkeypatch, capsys):
+def test_own_loss_prints_its_formula(material, monkeypatch, capsys):
     run("own_loss.py", material, monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     assert "0.001 * kl_penalty(k3)" in out
     assert out.count("KL from the reference") == 5
 
 
-def test_nnx_module_learns_without_a_line_of_jaxrl_in_it(material, monkeypatch, capsys):
+def test_plain_nnx_module_learns(material, monkeypatch, capsys):
     run("nnx_module.py", material, monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     rewards = [float(line.split("reward ")[1].split(",")[0]) for line in lines]
@@ -67,7 +55,7 @@ def test_nnx_module_learns_without_a_line_of_jaxrl_in_it(material, monkeypatch, 
     assert all(abs(float(line.split("KL ")[1])) < 1e-4 for line in lines)
 
 
-def test_precision_sweep_finds_the_mismatch_where_it_is(material, monkeypatch, capsys, tmp_path):
+def test_precision_sweep_locates_the_mismatch(material, monkeypatch, capsys, tmp_path):
     run("precision_sweep.py", material, tmp_path / "sweep.png", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     found = {line.split(":")[0]: float(line.split()[-1]) for line in lines[:4]}

@@ -108,7 +108,7 @@ def install(environment: Path, *, public: Path, pytorch: Path) -> str:
 
 
 @pytest.mark.parametrize("offering", ["public", "pytorch"])
-def test_the_cpu_build_is_taken_where_it_is_offered(offering: str, public, tmp_path):
+def test_cpu_build_is_preferred(offering: str, public, tmp_path):
     environment = make_environment(tmp_path / "venv", lock="requirements-dev.txt")
     before = installed(environment)
     add_cpu_build(tmp_path / offering)

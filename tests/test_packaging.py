@@ -70,7 +70,7 @@ def test_the_interpreter_says_which_jax(python: str, jax: str) -> None:
     assert pins("requirements-gpu.txt", python)["jax-cuda12-pjrt"] == held["jax"]
 
 
-def test_the_compiler_for_tpus_is_the_one_that_jax_wants() -> None:
+def test_tpu_compiler_matches_jax() -> None:
     python = platform.python_version()
     if pins("requirements.txt", python)["jax"] != metadata.version("jax"):
         pytest.skip("the installed jax is not the locked one")

@@ -83,7 +83,7 @@ def test_every_public_name_is_in_the_reference(site):
         assert f"{home}.{name}" in linked, name
 
 
-def test_every_config_key_and_command_is_in_the_reference(site):
+def test_reference_has_every_key_and_command(site):
     found = anchors(site)
     assert not {f"confval-{name}" for name in toml_file.keys(Config)} - found
     assert not {f"jaxrl-{command}" for command in cli.COMMANDS} - found
