@@ -30,6 +30,16 @@ def run(name: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+def executed(notebook: str) -> dict[str, Any]:
+    """Runs the cells of a notebook in order; returns their names."""
+    cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
+    namespace: dict[str, Any] = {"__name__": notebook}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+    return namespace
+
+
 def test_grpo_example_is_short(material, monkeypatch, capsys):
     run("grpo.py", material, monkeypatch=monkeypatch)
     assert capsys.readouterr().out.count("reward 0.0") == 3

@@ -8,6 +8,12 @@ from jaxrl.diagnostics.ratio.replay import replay_batch
 NAMES = ("learner", "shadow", "replay", "sampler")
 
 
+def parts_of(*, replay, **logprobs) -> dict[str, float]:
+    none = np.zeros_like(replay)
+    rest = {"entropies": none, "advantages": none, "segments": none}
+    return log_ratio_parts(Split(**logprobs, **rest, action_mask=none == 0), replay=replay)
+
+
 def test_parts_sum_to_the_log_ratio():
     logprobs = dict(zip(NAMES, np.random.default_rng(0).normal(-2, 0.3, (4, 50)), strict=True))
     ratios = logprobs["learner"] - logprobs["sampler"]

@@ -122,14 +122,6 @@ def test_rolled_back_steps_stay_readable(asked, tmp_path):
     assert not list(tmp_path.glob("rolled_back_*"))
 
 
-def test_rollback_without_numbers_is_read(asked, tmp_path):
-    rollbacks.settle(tmp_path, asked)
-    (found,) = rollbacks.read(tmp_path)
-    old = {k: v for k, v in found._asdict().items() if k not in ("value", "limit")}
-    (tmp_path / "rollbacks.json").write_text(json.dumps([old]))
-    assert rollbacks.read(tmp_path) == [found._replace(value=None, limit=None)]
-
-
 def test_run_resumes_with_old_or_new_values(asked, tmp_path):
     changed = rollbacks.settle(tmp_path, asked)
     assert toml_file.load(Config, file=tmp_path / "config.toml") == changed
