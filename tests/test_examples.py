@@ -1,8 +1,10 @@
 """The examples run as they stand, on the quickstart's material made small."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 

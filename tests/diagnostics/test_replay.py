@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrl.diagnostics.ratio.replay import replay_batch
+from jaxrl.diagnostics.ratio.replay import log_ratio_parts, replay_batch
+from jaxrl.diagnostics.ratio.split import Split
 
 NAMES = ("learner", "shadow", "replay", "sampler")
 
