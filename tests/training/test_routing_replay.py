@@ -256,7 +256,7 @@ def test_unavailable_replay_is_refused():
         config(**{"critic.trunk": "shared", "loss.name": "ppo"})
     unused: Any = None
     with pytest.raises(
-        ValueError, match=r"replay_routing = true, but m \(qwen3\) is a dense model"
+        ValueError, match=r"replay_routing = true, but nothing/model \(qwen3\) is a dense model"
     ):
         build_learner(config(), tiny.model(), objective=unused, layout=unused)
     with pytest.raises(ValueError, match="this one is dense"):
