@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = re.compile(
-    r"README\.md|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|pyproject\.toml|requirements[a-z-]*\.txt"
+    r"README\.md|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|MANIFEST\.in|pyproject\.toml|requirements[a-z-]*\.txt"
     r"|jaxrl|sharding|tests|configs|scripts|docs|examples|\..+"
 )
 LEFT_OVERS = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error"]))
