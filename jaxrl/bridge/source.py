@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.bridge.base import TensorSpec
 from jaxrl.core.casts import dtype_of
-from jaxrl.core.precision import DType, jit
+from jaxrl.core.compiled import jit
+from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
 

@@ -4,7 +4,7 @@ import jax
 import optax
 
 from jaxrl import models
-from jaxrl.builders.model import load_model, numerics
+from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core import jit
@@ -76,7 +76,8 @@ def _own_network(
         scorer,
         recipe.critic,
         optimizer=_optimizer(config, scorer.specs, learning_rate=config.critic.learning_rate),
-        **numerics(config, layout, scorer.specs),
+        precision=config.precision,
+        param_shardings=layout.constraints(scorer.specs),
     )
     return side_by_side(learner, critic), params, scorer.specs
 
@@ -94,7 +95,8 @@ def _shared_trunk(
             _optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
             _optimizer(config, specs, learning_rate=config.critic.learning_rate),
         ),
-        **numerics(config, layout, {**model.specs, **specs}),
+        precision=config.precision,
+        param_shardings=layout.constraints({**model.specs, **specs}),
     )
     # Zeros: its spec says so.
     head = models.init(specs, jax.random.key(0), dtype=config.precision.params)

@@ -7,14 +7,22 @@ from typing import Any, NamedTuple
 from optax import Schedule
 
 from jaxrl.builders.critic import open_critic
-from jaxrl.builders.model import attention_note, load_trained, numerics, trained_specs
+from jaxrl.builders.model import attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.rows import choose_rows, minibatch_shape
 from jaxrl.config.training import Config
-from jaxrl.core import Alignment, MinibatchShape, cast, jit, most_rows
+from jaxrl.core import (
+    Alignment,
+    Minibatch,
+    MinibatchShape,
+    abstract_minibatch,
+    cast,
+    jit,
+    most_rows,
+)
 from jaxrl.learner import ActorCritic, Learner, State, make_learner
 from jaxrl.losses import Need, Objective, Recipe
-from jaxrl.models import NOT_FIXED, Model, Params, check_form, lora
+from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
 from jaxrl.sharding import Layout
 
 
@@ -33,6 +41,14 @@ class Learning(NamedTuple):
     # The initial trainable parameters, in precision.compute; None unless the loss or the reward
     # needs them.
     reference: Params | None
+
+    def weights_of(self, score: str, params: Any) -> Any:
+        """Returns the parameters that a score is computed with: the given ones, or for "reference"
+        the initial ones."""
+        if score != Need.REFERENCE:
+            return params
+        assert self.reference is not None, "the config needs one"
+        return lora.with_trainable(params, self.reference)
 
     def check_attention(self, config: Config) -> str:
         """Describes the attention kernel that a config gets on these devices; raises as
@@ -68,13 +84,7 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     learning = Learning(
         recipe=recipe,
         layout=layout,
-        shape=minibatch_shape(
-            config,
-            layout,
-            max_rows=max_rows(config, align),
-            packed=config.train.packing,
-            align=align,
-        ),
+        shape=step_shape(config, align, layout=layout),
         rows_note=rows_note,
         model=model,
         specs=specs,
@@ -89,6 +99,40 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
         reference=reference,
     )
     return learning, state
+
+
+def step_shape(config: Config, align: Alignment, *, layout: Layout) -> MinibatchShape:
+    """Returns the shape of the minibatches of a step."""
+    return minibatch_shape(
+        config, layout, max_rows=max_rows(config, align), packed=config.train.packing, align=align
+    )
+
+
+def step_minibatch(
+    config: Config, recipe: Recipe, *, sizes: DecoderConfig, shape: MinibatchShape
+) -> Minibatch:
+    """Describes the minibatches that training passes to the step."""
+    return abstract_minibatch(
+        shape,
+        critic=recipe.critic is not None,
+        scores=given_scores(recipe, updates=config.train.updates_per_rollout),
+        coefficients=recipe.controllers,
+        experts=recorded_experts(config, sizes),
+    )
+
+
+def given_scores(recipe: Recipe, *, updates: int) -> list[str]:
+    """Names the scores that a minibatch brings: those that the loss needs and that its update does
+    not change. With one update per rollout batch, the anchor is the learner itself."""
+    given = {Need.REFERENCE, Need.ANCHOR} if updates > 1 else {Need.REFERENCE}
+    return sorted(need.value for need in given & recipe.objective.needs)
+
+
+def recorded_experts(config: Config, sizes: DecoderConfig) -> tuple[int, int] | None:
+    """Returns (routed layers, experts per token) if minibatches record experts."""
+    if not config.train.replay_routing or sizes.experts is None:
+        return None
+    return sizes.routed_layers, sizes.experts.per_token
 
 
 def max_rows(config: Config, align: Alignment) -> int:
@@ -128,6 +172,7 @@ def build_learner(
         objective,
         optimizer=optimizer,
         as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
-        **numerics(config, layout, specs),
+        precision=config.precision,
+        param_shardings=layout.constraints(specs),
     )
     return learner, learning_rate

@@ -94,16 +94,6 @@ def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
     return lora.Adapted(adapters, specs, config.alpha)
 
 
-def numerics(config: Config | SupervisedConfig, layout: Layout, specs: Any) -> dict[str, Any]:
-    """Returns arguments of every learner: the dtype policy, the rows of a microbatch and the
-    shardings of parameters with `specs`."""
-    return {
-        "precision": config.precision,
-        "rows_per_microbatch": config.microbatch_rows,
-        "param_shardings": layout.constraints(specs),
-    }
-
-
 def load_trained(
     config: Config | SupervisedConfig, *, layout: Layout, output: Output = "tokens"
 ) -> tuple[Model, Any, Any]:

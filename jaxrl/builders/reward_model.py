@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl import huggingface
-from jaxrl.builders.model import Output, load_model, numerics
+from jaxrl.builders.model import Output, load_model
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core import MinibatchShape, Rollout, jit, pack_minibatch, plan_rows
@@ -25,7 +25,8 @@ def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -
     devices in `precision.compute`; rows and microbatches are the learner's. Raises as `load_judge`.
     """
     model, params = load_judge(config, tokenizer, layout=layout, output="scores")
-    scores = jit(make_scores(model, **numerics(config, layout, model.specs)))
+    shardings = layout.constraints(model.specs)
+    scores = jit(make_scores(model, precision=config.precision, param_shardings=shardings))
     shape = minibatch_shape(config, layout)
     return functools.partial(score_rollouts, params=params, scores=scores, shape=shape)
 

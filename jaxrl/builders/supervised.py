@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import load_trained, numerics
+from jaxrl.builders.model import load_trained
 from jaxrl.builders.optimizer import Optimizer, make_optimizer
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.preference import RewardModelConfig
@@ -22,7 +22,7 @@ class Setup(NamedTuple):
     params: Any  # initial parameters, or `lora.Adapted`
     specs: Any  # of the parameters: the model's, or `lora.Adapted`
     optimizer: Optimizer  # of the run, with its learning rate
-    numerics: dict[str, Any]  # arguments of `make_learner`, `make_ranker` and `make_scores`
+    param_shardings: Any  # that the learner's parameters keep; None on a single device
 
 
 def set_up(config: SupervisedConfig) -> Setup:
@@ -31,8 +31,8 @@ def set_up(config: SupervisedConfig) -> Setup:
     output = "scores" if isinstance(config, RewardModelConfig) else "tokens"
     model, params, specs = load_trained(config, layout=layout, output=output)
     optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=specs)
-    arguments = numerics(config, layout, specs)
-    return Setup(Hosts(), layout, model, params, specs, optimizer, arguments)
+    shardings = layout.constraints(specs)
+    return Setup(Hosts(), layout, model, params, specs, optimizer, shardings)
 
 
 def supervised_shape(

@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxrl import huggingface
 from jaxrl.bridge import ControlError, VllmServer, headers, known_key
-from jaxrl.builders.model import numerics
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.reward import RewardConfig
@@ -62,7 +61,8 @@ def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Te
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
     model, params = load_judge(config, tokenizer, layout=layout, output="tokens")
     model = model._replace(temperature=config.sampling.temperature)
-    score = make_score(model, **numerics(config, layout, model.specs))
+    shardings = layout.constraints(model.specs)
+    score = make_score(model, precision=config.precision, param_shardings=shardings)
     # Sized for the worst case, one sequence per row, so that it compiles once.
     shape = minibatch_shape(config, layout, max_rows=config.minibatch_completions)
     compiled = functools.partial(jit(score, sums=config.precision.sums), params)

@@ -18,6 +18,7 @@ from .batch import (
 )
 from .buckets import count_bucket as count_bucket
 from .casts import as_served as as_served, cast as cast, dtype_of as dtype_of
+from .compiled import jit as jit, jit_forward as jit_forward
 from .files import (
     check_regular as check_regular,
     read_whole as read_whole,
@@ -38,6 +39,7 @@ from .packing import (
     SHARED as SHARED,
     Alignment as Alignment,
     MinibatchShape as MinibatchShape,
+    abstract_minibatch as abstract_minibatch,
     most_rows as most_rows,
     pack_minibatch as pack_minibatch,
     plan_rows as plan_rows,
@@ -55,8 +57,6 @@ from .precision import (
     Precision as Precision,
     check_products as check_products,
     disagreement as disagreement,
-    jit as jit,
-    jit_forward as jit_forward,
     sampler_precision as sampler_precision,
     short_name as short_name,
 )

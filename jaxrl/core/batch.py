@@ -179,7 +179,7 @@ def from_json(content: Mapping[str, Any]) -> Rollout:
 class Minibatch:
     """The input of one optimizer step; see `packing.pack_minibatch`.
 
-    The rows of `batch` are those of its microbatches, interleaved. Only the first `microbatches`
+    The rows of `batch` are divided into microbatches, interleaved. Only the first `microbatches`
     are computed, so one compiled step serves every number of rows. A score that no loss needs is
     None.
     """
@@ -187,6 +187,8 @@ class Minibatch:
     batch: TokenBatch  # [N, T]
     # i32[], those in use; None in a single microbatch, where a loss sees only its own rows.
     microbatches: jax.Array | None
+    # Those computed at once; divides N. Static: another number is another program.
+    rows_per_microbatch: int = struct.field(pytree_node=False)
     anchor: jax.Array | None = None  # f32[N, T]
     reference: jax.Array | None = None  # f32[N, T]
     # f32[N, T] for each of the weights that a step computes over the whole batch.

@@ -1,14 +1,16 @@
 """Packs ragged rollouts into rows of a fixed length, and rows into the microbatches of a step.
 
-`pack_minibatch` turns rollouts into the input of an optimizer step. `unpack` maps per-token results
-back to rollouts. The other functions are its parts.
+`pack_minibatch` turns rollouts into the input of an optimizer step, and `abstract_minibatch`
+describes that input. `unpack` maps per-token results back to rollouts. The other functions are its
+parts.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,6 +65,10 @@ class MinibatchShape:
     together: int = 1  # consecutive rollouts that always share a row: 2 for pairs, if not `shared`
     sharding: Any = None  # of arrays [rows, tokens]; None for the default device
 
+    def microbatches(self, rows: int) -> int:
+        """Counts the microbatches that hold so many rows, at least one."""
+        return max(1, -(-rows // self.rows_per_microbatch))
+
 
 class Rows(NamedTuple):
     """Rollouts by row."""
@@ -91,7 +97,55 @@ def pack_minibatch(
         row_length=shape.row_length,
         align=shape.align,
     )
-    return Minibatch(batch=place(batch, shape.sharding), microbatches=jnp.int32(rows.microbatches))
+    return Minibatch(
+        batch=place(batch, shape.sharding),
+        microbatches=jnp.int32(rows.microbatches),
+        rows_per_microbatch=shape.rows_per_microbatch,
+    )
+
+
+def abstract_minibatch(
+    shape: MinibatchShape,
+    *,
+    critic: bool = False,
+    scores: Collection[str] = (),
+    coefficients: Collection[str] = (),
+    experts: tuple[int, int] | None = None,
+) -> Minibatch:
+    """Describes every minibatch of a shape by its arrays' shapes, dtypes and shardings: what a step
+    is compiled for.
+
+    Args:
+      shape: with `max_rows`.
+      critic: True if the batch has a critic's values and returns.
+      scores: those that it has besides, of "anchor" and "reference".
+      coefficients: names of the terms that controllers steer.
+      experts: (routed layers, experts per token) if it records experts.
+
+    Raises:
+      ValueError: if the shape does not bound its rows.
+    """
+    if shape.max_rows is None:
+        raise ValueError("max_rows=None: rows without a bound have no shape; give max_rows")
+    rows = shape.microbatches(shape.max_rows) * shape.rows_per_microbatch
+    targets = ("values", "returns") if critic else ()
+
+    def described(array: _Array) -> Any:
+        whole = (rows, shape.row_length, *array.more)
+        return jax.ShapeDtypeStruct(whole, array.dtype, sharding=shape.sharding)
+
+    arrays: dict[str, Any] = {
+        name: described(array)
+        for name, array in _arrays(targets, shared=shape.align.shared, experts=experts).items()
+    }
+    score: Any = described(_SCORE)
+    used: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return Minibatch(
+        batch=TokenBatch(**arrays, coefficients=dict.fromkeys(coefficients, score) or None),
+        microbatches=used,
+        rows_per_microbatch=shape.rows_per_microbatch,
+        **dict.fromkeys(scores, score),
+    )
 
 
 def unpack(
@@ -119,7 +173,7 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     shared, per = shape.align.shared and shape.packed, shape.rows_per_microbatch
     rows = _shared_rows(rollouts, shape) if shared else _plain_rows(rollouts, shape)
     room = len(rows) if shape.max_rows is None else shape.max_rows
-    used, microbatches = (max(1, -(-n // per)) for n in (len(rows), room))
+    used, microbatches = (shape.microbatches(n) for n in (len(rows), room))
     if used > microbatches:
         raise ValueError(
             f"{len(rows)} rows fill {used} microbatches of {per} rows, but the batch has room for "
@@ -234,23 +288,19 @@ def pack(
             raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
             _check_rollout(rollouts[i], index=i)
-    given: dict[str, Any] = {"advantages": advantages, "values": values, "returns": returns}
-    given = {name: of_rollouts for name, of_rollouts in given.items() if of_rollouts is not None}
-    given["sampler_logprobs"] = [rollout.logprobs for rollout in rollouts]
-    # A reward that failed is NaN. No term may see it, not even times a mask of 0.
-    given["rewards"] = [np.nan_to_num(rollout.reward) for rollout in rollouts]
-    shape = (len(rows), row_length)
-    arrays: dict[str, Any] = {
-        name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")
+    targets: dict[str, Any] = {"values": values, "returns": returns}
+    targets = {name: found for name, found in targets.items() if found is not None}
+    given = targets | {
+        "advantages": advantages,
+        "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
+        # A reward that failed is NaN. No term may see it, not even times a mask of 0.
+        "rewards": [np.nan_to_num(rollout.reward) for rollout in rollouts],
     }
-    arrays["action_mask"] = np.zeros(shape, bool)
-    arrays |= {name: np.zeros(shape, np.float32) for name in given}
-    if align.shared:
-        arrays["seen_until"] = np.zeros(shape, np.int32)
-    sent = next((r.experts for r in rollouts if r.experts is not None), None)
-    if sent is not None:
-        # The learner routes tokens of -1 by itself: the sampler has not reported them.
-        arrays["experts"] = np.full((*shape, *sent.shape[1:]), -1, np.int16)
+    sent = next((r.experts.shape[1:] for r in rollouts if r.experts is not None), None)
+    arrays: dict[str, Any] = {
+        name: np.full((len(rows), row_length, *array.more), array.fill, array.dtype)
+        for name, array in _arrays(targets, shared=align.shared, experts=sent).items()
+    }
     for r, members in enumerate(rows):
         spans = _spans(rollouts, members, align)
         for segment, (i, span) in enumerate(zip(members, spans, strict=True), start=1):
@@ -271,6 +321,32 @@ def pack(
         if align.shared:
             arrays["seen_until"][r] = seen_until(spans, row_length=row_length)
     return TokenBatch(**arrays)  # numpy until it is on devices
+
+
+class _Array(NamedTuple):
+    """An array [N, T, ...] of a batch."""
+
+    dtype: Any
+    fill: int = 0  # where no token is
+    more: tuple[int, ...] = ()  # dimensions after the first two
+
+
+_INDEX, _SCORE = _Array(np.int32), _Array(np.float32)
+
+
+def _arrays(
+    targets: Collection[str], *, shared: bool, experts: tuple[int, ...] | None
+) -> dict[str, _Array]:
+    """Lists the arrays of a packed batch, with the critic's `targets`: the only place that does."""
+    scores = ("sampler_logprobs", "advantages", "rewards", *targets)
+    arrays = dict.fromkeys(("tokens", "segments", "positions"), _INDEX)
+    arrays |= {"action_mask": _Array(np.bool_)} | dict.fromkeys(scores, _SCORE)
+    if shared:
+        arrays["seen_until"] = _INDEX
+    if experts is not None:
+        # The learner routes tokens of -1 by itself: the sampler has not reported them.
+        arrays["experts"] = _Array(np.int16, -1, experts)
+    return arrays
 
 
 def _check_rollout(rollout: Rollout, *, index: int) -> None:

@@ -16,7 +16,6 @@ Functions on the faces of jaxrl take the text itself, too: `precision="bf16_mast
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -301,63 +300,6 @@ def check_products(precision: Precision | str, platform: str, *, devices: int = 
             f"precision: XLA cannot divide products={precision.products} over {devices} devices; "
             "use exact, or one device"
         )
-
-
-def jit(
-    function: Callable[..., Any], *, sums: str = "any", platform: str | None = None, **options: Any
-) -> Any:
-    """Compiles as `jax.jit` does, and keeps every cast: XLA may otherwise leave out a rounding to
-    16 bits between two operations in f32.
-
-    Example:
-      >>> third = jnp.float32(1) / 3
-      >>> float(jit(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))(third))
-      0.333984375
-
-    Args:
-      function: to compile; a program cannot be part of another one.
-      sums: as in the dtype policy that the function computes with.
-      platform: of the devices to compile for; by default that of `jax.devices()`.
-      options: those of `jax.jit`.
-    """
-    compiler = _compiler_options(sums)
-    if (platform or jax.default_backend()) == "cpu":
-        # It converts what the backward pass reads of all layers from bf16 to f32, before the first.
-        compiler["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
-    return jax.jit(function, compiler_options=compiler, **options)
-
-
-def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
-    """Compiles as `jit` does, without asking for devices: modules may decorate with it."""
-    return jax.jit(function, compiler_options=_compiler_options(sums), **options)
-
-
-def _compiler_options(sums: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if sums == "fixed":
-        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
-        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    return options
-
-
-def jit_by_precision(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function of `precision`, a static argument, to be compiled with every cast. The
-    result has `jax.jit`'s method `lower`."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        programs = {sums: jit_forward(function, sums=sums, **options) for sums in SUMS}
-
-        def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:
-            return programs[precision.sums](*args, precision=precision, **kwargs)
-
-        def lower(*args: Any, precision: Precision, **kwargs: Any) -> Any:
-            return programs[precision.sums].lower(*args, precision=precision, **kwargs)
-
-        compiled: Any = functools.wraps(function)(call)
-        compiled.lower = lower
-        return compiled
-
-    return decorate
 
 
 def sampler_precision(precision: Precision | str) -> Precision:

@@ -102,7 +102,6 @@ def shared_trunk(
     coefficient: float,
     optimizers: Optimizers,
     precision: Precision | str,
-    rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> ActorCritic:
     """Builds one network whose critic is a head on the policy's last hidden states,
@@ -121,25 +120,23 @@ def shared_trunk(
         raise ValueError("shared_trunk needs a recipe with a critic, such as ppo")
     precision = Precision.of(precision)
     scorer = model._replace(unembedding=lambda params: params[VALUE_HEAD])
-    shapes: dict[str, Any] = {"precision": precision, "rows_per_microbatch": rows_per_microbatch}
     joint = make_learner(
         model,
         recipe.objective + coefficient * critic.objective.loss,
         optimizer=_apart(optimizers),
+        precision=precision,
         param_shardings=param_shardings,
-        **shapes,
     )
     constrain = constrainer(param_shardings)
     values_of = functools.partial(critic_values, scorer, precision=precision)
 
-    alone = make_update(optimizer=optimizers.head, **shapes)
+    alone = make_update(optimizer=optimizers.head, precision=precision)
 
     def whole(states: State) -> Params:
         return constrain(cast(states.policy.params | states.critic_state.params, precision.compute))
 
     def values(states: State, minibatch: Minibatch) -> jax.Array:
-        score_rows = by_microbatch(values_of, rows_per_microbatch=rows_per_microbatch)
-        return score_rows(whole(states), minibatch)
+        return by_microbatch(values_of)(whole(states), minibatch)
 
     def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
         trunk = whole(states)

@@ -44,19 +44,14 @@ def make_critic(
     *,
     optimizer: optax.GradientTransformation,
     precision: Precision | str,
-    rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> CriticLearner:
     """Builds a critic from a scorer (`config.scored` is true) and the critic's loss; the other
     arguments are those of `make_update`."""
     precision = Precision.of(precision)
-    common: Any = {
-        "precision": precision,
-        "rows_per_microbatch": rows_per_microbatch,
-        "param_shardings": param_shardings,
-    }
     values_of = functools.partial(critic_values, model, precision=precision)
-    update = make_update(optimizer=optimizer, **common)
+    values = make_forward(values_of, precision=precision, param_shardings=param_shardings)
+    update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 
     def total(weights: Params, minibatch: Minibatch) -> tuple[jax.Array, Metrics]:
         return value_total(recipe, values_of(weights, minibatch.batch), batch=minibatch.batch)
@@ -66,7 +61,7 @@ def make_critic(
         state, metrics = update.step(state, minibatch, total, denominator=denominator)
         return state, named(metrics)
 
-    return CriticLearner(update.init, make_forward(values_of, **common), step)
+    return CriticLearner(update.init, values, step)
 
 
 def critic_values(

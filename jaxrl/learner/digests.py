@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.core.compiled import jit_forward
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.precision import jit_forward
 
 _OWN = "blake2b"  # key of the digest of the JSON itself
 _SMALL = 2**16  # elements, summed by numpy: compiling takes longer

@@ -8,13 +8,15 @@ from jaxrl.advantages import AdvantageEstimator, Outcomes, estimate
 from jaxrl.core.batch import Minibatch, Rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 
+_TOKENS = 4096  # of a microbatch by default
+
 
 def minibatch(
     rollouts: Sequence[Rollout],
     advantages: AdvantageEstimator,
     *,
     row_length: int,
-    rows_per_microbatch: int,
+    rows_per_microbatch: int | None = None,
 ) -> Minibatch:
     """Estimates advantages and packs rollouts into rows.
 
@@ -25,7 +27,7 @@ def minibatch(
       rollouts: N rollouts with their rewards.
       advantages: rewards and groups -> advantages, such as `recipe.advantages`.
       row_length: tokens in a row; at least those of the longest rollout.
-      rows_per_microbatch: rows the learner computes at once.
+      rows_per_microbatch: rows the learner computes at once; by default those of 4,096 tokens.
 
     Raises:
       ValueError: if a rollout is longer than a row; the message names it.
@@ -35,6 +37,8 @@ def minibatch(
         groups=np.array([r.group for r in rollouts]),
         action_masks=[r.action_mask for r in rollouts],
     )
+    if rows_per_microbatch is None:
+        rows_per_microbatch = max(1, min(len(rollouts), _TOKENS // row_length))
     shape = MinibatchShape(
         row_length=row_length, rows_per_microbatch=rows_per_microbatch, max_rows=len(rollouts)
     )

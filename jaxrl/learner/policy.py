@@ -62,7 +62,6 @@ def make_learner(
     *,
     optimizer: optax.GradientTransformation,
     precision: Precision | str,
-    rows_per_microbatch: int,
     param_shardings: Any = None,
     as_published: Callable[[Any], Any] = lora.merge,
 ) -> Learner:
@@ -74,7 +73,6 @@ def make_learner(
         must hold `VALUE_HEAD` besides the model's.
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy, or its text, such as "bf16_master".
-      rows_per_microbatch: rows computed at once; divides the rows of every minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
       as_published: parameters -> the weights that samplers use, before rounding.
@@ -89,16 +87,11 @@ def make_learner(
     precision = Precision.of(precision)
     constrain = constrainer(param_shardings)
     constrain_merged = constrainer(lora.frozen(param_shardings))
-    common: Any = {
-        "precision": precision,
-        "rows_per_microbatch": rows_per_microbatch,
-        "param_shardings": param_shardings,
-    }
     sampled, survey_needs = sampler_precision(precision), objective.survey_needs
-    by_rows = functools.partial(by_microbatch, rows_per_microbatch=rows_per_microbatch)
-    as_sampled = by_rows(functools.partial(_logprobs, model, precision=sampled))
-    forward = by_rows(functools.partial(_forward, survey_needs, model, precision=precision))
-    update = make_update(optimizer=optimizer, **common)
+    as_sampled = by_microbatch(functools.partial(_logprobs, model, precision=sampled))
+    forward = by_microbatch(functools.partial(_forward, survey_needs, model, precision=precision))
+    score = make_score(model, precision=precision, param_shardings=param_shardings)
+    update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 
     def published(params: Params) -> Params:
         weights: Any = as_published(params)
@@ -110,12 +103,12 @@ def make_learner(
 
     def shadow_scores(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
         needs = frozenset({Need.ENTROPY})
-        both = by_rows(functools.partial(_forward, needs, model, precision=sampled))
+        both = by_microbatch(functools.partial(_forward, needs, model, precision=sampled))
         found = both(published(params), minibatch)
         return found.logprobs, require(found, Need.ENTROPY)
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
-        _check(minibatch, state.params, objective.needs, rows_per_microbatch=rows_per_microbatch)
+        _check(minibatch, state.params, objective.needs)
         before: Metrics = {}
         if objective.whole:
             weights = constrain(cast(state.params, precision.compute))
@@ -130,7 +123,7 @@ def make_learner(
         state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
         return state, before | metrics
 
-    return Learner(update.init, make_score(model, **common), shadow, shadow_scores, step)
+    return Learner(update.init, score, shadow, shadow_scores, step)
 
 
 def _total(
@@ -157,18 +150,13 @@ def _total(
 
 
 def make_score(
-    model: Model,
-    *,
-    precision: Precision | str,
-    rows_per_microbatch: int,
-    param_shardings: Any = None,
+    model: Model, *, precision: Precision | str, param_shardings: Any = None
 ) -> Callable[[Params, Minibatch], jax.Array]:
     """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
     precision = Precision.of(precision)
     return make_forward(
         functools.partial(_logprobs, model, precision=precision),
         precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
         param_shardings=param_shardings,
     )
 
@@ -224,19 +212,11 @@ def _logprobs(
     return _forward(frozenset(), model, weights, batch, precision=precision).logprobs
 
 
-def _check(
-    minibatch: Minibatch, params: Any, needs: frozenset[Need], *, rows_per_microbatch: int
-) -> None:
+def _check(minibatch: Minibatch, params: Any, needs: frozenset[Need]) -> None:
     chex.assert_rank(minibatch.batch.tokens, 2)
     flat = replace(minibatch.batch, experts=None)
     chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
     chex.assert_equal_shape_prefix(jax.tree.leaves(minibatch.batch), 2)
-    rows = minibatch.batch.tokens.shape[0]
-    if rows % rows_per_microbatch:
-        raise ValueError(
-            f"a minibatch of {rows} rows does not divide into microbatches of "
-            f"{rows_per_microbatch}; pad it with packing.pack_minibatch"
-        )
     if Need.VALUES in needs and VALUE_HEAD not in params:
         raise ValueError(
             "the loss needs a critic's values but the parameters have no value head; see "

@@ -21,11 +21,7 @@ ScoreRows = Callable[[Params, Minibatch], jax.Array]
 
 
 def make_scores(
-    model: Model,
-    *,
-    precision: Precision | str,
-    rows_per_microbatch: int,
-    param_shardings: Any = None,
+    model: Model, *, precision: Precision | str, param_shardings: Any = None
 ) -> ScoreRows:
     """Builds the function that scores batches with a scorer, to be compiled by the caller; the
     arguments are those of `make_update`."""
@@ -33,7 +29,6 @@ def make_scores(
     return make_forward(
         functools.partial(sequence_scores, model, precision=precision),
         precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
         param_shardings=param_shardings,
     )
 
@@ -51,18 +46,12 @@ def make_ranker(
     center_rewards: float,
     optimizer: optax.GradientTransformation,
     precision: Precision | str,
-    rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Ranker:
     """Builds the learner of a scorer; `center_rewards` is that of `preference.bradley_terry`, the
     other arguments are those of `make_update`."""
     precision = Precision.of(precision)
-    update = make_update(
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=rows_per_microbatch,
-        param_shardings=param_shardings,
-    )
+    update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 
     def total(weights: Params, minibatch: Minibatch) -> tuple[jax.Array, Metrics]:
         scores = sequence_scores(model, weights, minibatch.batch, precision=precision)

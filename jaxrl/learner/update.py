@@ -74,7 +74,6 @@ def make_update(
     *,
     optimizer: optax.GradientTransformation,
     precision: Precision | str,
-    rows_per_microbatch: int,
     param_shardings: Any = None,
 ) -> Update:
     """Builds the optimizer step of losses that are sums over a batch.
@@ -82,7 +81,6 @@ def make_update(
     Args:
       optimizer: any optax transformation; it sees unscaled f32 gradients and f32 parameters.
       precision: the dtype policy, or its text.
-      rows_per_microbatch: rows computed at once; divides the rows of a minibatch.
       param_shardings: tree of shardings that parameters, their compute copies and gradients keep;
         None on a single device.
     """
@@ -107,7 +105,7 @@ def make_update(
         summed = optax.microbatching.microbatch(
             jax.jit(one, inline=True),  # microbatch calls it twice, jit traces it once
             argnums=1,
-            microbatch_size=rows_per_microbatch,
+            microbatch_size=_microbatch_size(minibatch),
             accumulator=optax.microbatching.AccumulationType.SUM,
             num_real_microbatches=minibatch.microbatches,
         )
@@ -140,16 +138,12 @@ def make_update(
 
 
 def make_forward(
-    fn: Callable[[Params, TokenBatch], Rows],
-    *,
-    precision: Precision,
-    rows_per_microbatch: int,
-    param_shardings: Any = None,
+    fn: Callable[[Params, TokenBatch], Rows], *, precision: Precision, param_shardings: Any = None
 ) -> Callable[[Params, Minibatch], Rows]:
     """Wraps `fn` as `by_microbatch` does, to be given the parameters of a state: it casts them to
     the weights that `fn` takes. The other arguments are those of `make_update`."""
     constrain = constrainer(param_shardings)
-    rows = by_microbatch(fn, rows_per_microbatch=rows_per_microbatch)
+    rows = by_microbatch(fn)
 
     def score(params: Params, minibatch: Minibatch) -> Rows:
         return rows(constrain(cast(params, precision.compute)), minibatch)
@@ -157,9 +151,7 @@ def make_forward(
     return score
 
 
-def by_microbatch(
-    fn: Callable[[Params, TokenBatch], Rows], *, rows_per_microbatch: int
-) -> Callable[[Params, Minibatch], Rows]:
+def by_microbatch(fn: Callable[[Params, TokenBatch], Rows]) -> Callable[[Params, Minibatch], Rows]:
     """Wraps `fn` to run over the microbatches of a minibatch one after the other.
 
     Returns:
@@ -171,13 +163,23 @@ def by_microbatch(
         concatenated = optax.microbatching.microbatch(
             jax.jit(fn, inline=True),  # traced once, as above
             argnums=1,
-            microbatch_size=rows_per_microbatch,
+            microbatch_size=_microbatch_size(minibatch),
             accumulator=optax.microbatching.AccumulationType.CONCAT,
             num_real_microbatches=minibatch.microbatches,
         )
         return concatenated(weights, minibatch.batch)
 
     return apply
+
+
+def _microbatch_size(minibatch: Minibatch) -> int:
+    rows, size = minibatch.batch.tokens.shape[0], minibatch.rows_per_microbatch
+    if rows % size:
+        raise ValueError(
+            f"a minibatch of {rows} rows does not divide into microbatches of {size}; pad it with "
+            "packing.pack_minibatch"
+        )
+    return size
 
 
 def constrainer(shardings: Any) -> Callable[[Params], Params]:

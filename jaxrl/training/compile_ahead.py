@@ -5,22 +5,18 @@ call of a compiled function then finds its program in JAX's cache.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from jaxrl.builders.learner import Learning
+from jaxrl.builders.learner import Learning, given_scores, recorded_experts
 from jaxrl.config.training import Config
-from jaxrl.core import Minibatch, MinibatchShape, given_rollout, pack_minibatch
+from jaxrl.core import Minibatch, abstract_minibatch
 from jaxrl.diagnostics import longer_rows
 from jaxrl.learner import State
-from jaxrl.losses import Need
-from jaxrl.models import lora
 from jaxrl.sharding import placed
-from jaxrl.training.minibatches import with_coefficients
 from jaxrl.training.timing import is_due
 
 
@@ -49,40 +45,46 @@ def compile_ahead(
 
 def _compile_update(config: Config, learning: Learning, state: State, *, step: int) -> None:
     """Compiles the scores of a minibatch and its update."""
-    learner, policy, needs = learning.learner, state.policy, learning.recipe.objective.needs
-    minibatch, scores = _example(config, learning, learning.shape), dict[str, Any]()
-    if learning.critic is not None:
-        _compile(learning.critic.values, state, minibatch)
-        minibatch = _with_arrays(minibatch, "values", "returns")
-    if Need.REFERENCE in needs:
-        reference = lora.with_trainable(policy.params, learning.reference)
-        scores["reference"] = _compile(learner.score, reference, minibatch)
-    if Need.ANCHOR in needs and config.train.updates_per_rollout > 1:
-        scores["anchor"] = _compile(learner.score, policy.params, minibatch)
+    score, policy, critic = learning.learner.score, state.policy, learning.critic
+    described = _described(config, learning)
+    if critic is not None:
+        _compile(critic.values, state, described(critic=False))
+    minibatch = described()
     if is_due(config.probe.every, step):
-        _compile(learner.score, policy.params, minibatch)
-    if learning.recipe.controllers:
-        minibatch = with_coefficients(minibatch, dict.fromkeys(learning.recipe.controllers, 0.0))
-    minibatch = dataclasses.replace(minibatch, **scores)
-    if learning.critic is None:
-        _compile(learner.step, policy, minibatch)
+        _compile(score, policy.params, minibatch)
+    scores: dict[str, Any] = {
+        name: _compile(score, learning.weights_of(name, policy.params), minibatch)
+        for name in given_scores(learning.recipe, updates=config.train.updates_per_rollout)
+    }
+    minibatch = described(coefficients=learning.recipe.controllers)
+    minibatch = dataclasses.replace(minibatch, **scores)  # sharded as the compiler chose
+    if critic is None:
+        _compile(learning.learner.step, policy, minibatch)
     elif step < config.critic.pretrain_steps:
-        _compile(learning.critic.pretrain, state, minibatch)
+        _compile(critic.pretrain, state, minibatch)
     else:
-        _compile(learning.critic.step, state, minibatch)
+        _compile(critic.step, state, minibatch)
 
 
 def _compile_probe(config: Config, learning: Learning, state: State, *, step: int) -> None:
     """Compiles what only the probe of a minibatch runs."""
     learner, params = learning.learner, state.policy.params
     if is_due(config.probe.every, step):
-        minibatch = _example(config, learning, learning.shape)
-        if learning.critic is not None:
-            minibatch = _with_arrays(minibatch, "values", "returns")
-        _compile(learner.shadow_scores, params, minibatch)
+        described = _described(config, learning)
+        _compile(learner.shadow_scores, params, described())
         if step == 0:
-            again = _example(config, learning, longer_rows(learning.shape))
+            again = described(shape=longer_rows(learning.shape), critic=False)
             _compile(learner.score, params, again)
+
+
+def _described(config: Config, learning: Learning) -> Callable[..., Minibatch]:
+    """Returns `abstract_minibatch` for packed minibatches of a run; arguments say what differs."""
+    return functools.partial(
+        abstract_minibatch,
+        shape=learning.shape,
+        critic=learning.critic is not None,
+        experts=recorded_experts(config, learning.model.config),
+    )
 
 
 def _compile(program: Any, *args: Any) -> Any:
@@ -90,21 +92,3 @@ def _compile(program: Any, *args: Any) -> Any:
     costs nothing if the program exists."""
     lowered = program.lower(*args)
     return placed(lowered.out_info, lowered.compile().output_shardings)
-
-
-def _example(config: Config, learning: Learning, shape: MinibatchShape) -> Minibatch:
-    """Packs a minibatch of one token: every minibatch of this shape has its arrays."""
-    rollout = given_rollout([0], [0])
-    if config.train.replay_routing and (experts := learning.model.config.experts) is not None:
-        layers = learning.model.config.routed_layers
-        routed = np.zeros((1, layers, experts.per_token), np.int16)
-        rollout = rollout._replace(experts=routed)
-    return pack_minibatch([rollout], [0.0], shape=shape)
-
-
-def _with_arrays(minibatch: Minibatch, *names: str) -> Minibatch:
-    """Adds arrays of the batch that are shaped and placed like its advantages."""
-    like = minibatch.batch.advantages
-    added = placed(like, like.sharding)
-    batch = dataclasses.replace(minibatch.batch, **dict.fromkeys(names, added))
-    return dataclasses.replace(minibatch, batch=batch)

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages import Advantages, estimate, explained_variance
-from jaxrl.builders.learner import Learning
+from jaxrl.builders.learner import Learning, given_scores
 from jaxrl.core import Minibatch, Rollout, pack_minibatch, unpack
 from jaxrl.learner import LearnerState, State
-from jaxrl.losses import Need
-from jaxrl.models import lora
 from jaxrl.sharding import fetch
 from jaxrl.training.rollouts.collect import greedy_rewards
 from jaxrl.training.rollouts.outcomes import LogProbs, add_teacher, shaped_outcomes
@@ -63,11 +61,9 @@ def compute_advantages(
         return found
 
     def logprobs() -> tuple[LogProbs, LogProbs]:
-        assert learning.reference is not None, "the config needs one for reward.kl"
-        reference = lora.with_trainable(policy, learning.reference)
         mine, theirs = (
             by_token(functools.partial(learning.learner.score, weights))
-            for weights in (policy, reference)
+            for weights in (policy, learning.weights_of("reference", policy))
         )
         return mine, theirs
 
@@ -97,8 +93,7 @@ def prepare_minibatch(
     targets: Targets,
     updates: int,
 ) -> Minibatch:
-    """Packs a minibatch and adds the scores that the loss needs and that its update does not
-    change. With one update per rollout batch, the anchor is the learner itself."""
+    """Packs a minibatch and adds its `given_scores`."""
     minibatch = pack_minibatch(
         rollouts,
         list(targets.advantages),
@@ -106,14 +101,10 @@ def prepare_minibatch(
         values=targets.values,
         returns=targets.returns,
     )
-    needs, score = learning.recipe.objective.needs, learning.learner.score
-    scores: dict[str, Any] = {}
-    if Need.REFERENCE in needs:
-        assert learning.reference is not None
-        reference = lora.with_trainable(policy.params, learning.reference)
-        scores["reference"] = score(reference, minibatch)
-    if Need.ANCHOR in needs and updates > 1:
-        scores["anchor"] = score(policy.params, minibatch)
+    scores: dict[str, Any] = {
+        name: learning.learner.score(learning.weights_of(name, policy.params), minibatch)
+        for name in given_scores(learning.recipe, updates=updates)
+    }
     return dataclasses.replace(minibatch, **scores)
 
 

@@ -11,8 +11,9 @@ from benchmarks.timing import Run
 
 from jaxrl.commands.plan.roofline import forward_flops
 from jaxrl.core.batch import Minibatch, given_rollout
+from jaxrl.core.compiled import jit
 from jaxrl.core.packing import SHARED, MinibatchShape, pack_minibatch
-from jaxrl.core.precision import Precision, jit
+from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models.families import DecoderConfig
@@ -80,13 +81,7 @@ def learner_step(
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LEARNING_RATE, weight_decay=0.0)
     )
-    learner = make_learner(
-        model,
-        grpo().objective,
-        optimizer=optimizer,
-        precision=precision,
-        rows_per_microbatch=shape.rows_per_microbatch,
-    )
+    learner = make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
     state = jit(learner.init)(init(model.specs, jax.random.key(0), dtype=precision.params))
     traced = jit(learner.step, donate_argnums=0).trace(state, minibatch)
     step = traced.lower().compile({"xla_allow_excess_precision": elide})

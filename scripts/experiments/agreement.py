@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import optax
 
+from jaxrl.core.compiled import jit
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
-from jaxrl.core.precision import Precision, jit, parse
+from jaxrl.core.precision import Precision, parse
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
@@ -75,13 +76,7 @@ def differences(
         as_rollout(c, prompts[c.prompt_index], group=c.prompt_index)
         for c in sampler.sample(prompts, SamplingParams(max_tokens=96, seed=1), group_size=2)
     ]
-    learner = make_learner(
-        model,
-        grpo().objective,
-        optimizer=optax.sgd(1.0),
-        precision=precision,
-        rows_per_microbatch=4,
-    )
+    learner = make_learner(model, grpo().objective, optimizer=optax.sgd(1.0), precision=precision)
     shape = MinibatchShape(
         row_length=160,
         rows_per_microbatch=4,

@@ -319,7 +319,6 @@ def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):
             config.optimizer, total_steps=config.optimizer_steps, specs=model.specs
         ).transformation,
         precision=precision.parse("fp32"),
-        rows_per_microbatch=1,
     )
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     scaled = {step: jax.tree.map(lambda x, s=step: x * s, params) for step in (2, 3)}

@@ -19,10 +19,9 @@ from tests import tiny
 from tests.learner.test_critic import MODEL, ROLLOUTS, ROW, TARGETS, params
 
 FP32 = PRESETS["fp32"]
-SHAPES = {"precision": FP32, "rows_per_microbatch": 4}
 SGD = optax.sgd(1.0)  # a step subtracts the gradient
 RECIPE = ppo(value_clip=100.0)
-POLICY = make_learner(tiny.model(), RECIPE.objective, optimizer=SGD, **SHAPES)
+POLICY = make_learner(tiny.model(), RECIPE.objective, optimizer=SGD, precision=FP32)
 
 
 def shared(coefficient: jax.Array | float, *, head_optimizer=SGD) -> ActorCritic:
@@ -31,7 +30,7 @@ def shared(coefficient: jax.Array | float, *, head_optimizer=SGD) -> ActorCritic
         RECIPE,
         coefficient=coefficient,  # one program for all
         optimizers=Optimizers(SGD, head_optimizer),
-        **SHAPES,
+        precision=FP32,
     )
 
 
@@ -74,7 +73,7 @@ def assert_close(a: dict, b: dict) -> None:
 
 def test_gradient_is_policy_plus_scaled_critic(minibatch):
     """The critic alone is a network of its own with the same weights."""
-    critic = make_critic(MODEL, RECIPE.critic, optimizer=SGD, **SHAPES)
+    critic = make_critic(MODEL, RECIPE.critic, optimizer=SGD, precision=FP32)
     alone, _ = jax.jit(critic.step)(critic.init(params()), minibatch)
     its = moved(params(), alone.params)
     before = states(shared(0.0))
@@ -137,9 +136,10 @@ def test_the_policy_never_holds_the_head(minibatch):
 
 
 def test_what_does_not_fit_is_refused(minibatch):
-    rest = {"coefficient": 0.1, "optimizers": Optimizers(SGD, SGD), **SHAPES}
+    both = Optimizers(SGD, SGD)
     with pytest.raises(ValueError, match="a recipe with a critic"):
-        shared_trunk(tiny.model(), grpo(), **rest)
-    headless = make_learner(decoder(tiny.CONFIG), RECIPE.critic.objective, optimizer=SGD, **SHAPES)
+        shared_trunk(tiny.model(), grpo(), coefficient=0.1, optimizers=both, precision=FP32)
+    goal = RECIPE.critic.objective
+    headless = make_learner(decoder(tiny.CONFIG), goal, optimizer=SGD, precision=FP32)
     with pytest.raises(ValueError, match="no value head"):
         headless.step(headless.init(tiny.params()), minibatch)

@@ -35,9 +35,7 @@ def params():
 def critic() -> CriticLearner:
     recipe = ppo(value_clip=100.0).critic
     assert recipe is not None
-    pure = make_critic(
-        MODEL, recipe, optimizer=optax.adam(3e-3), precision=FP32, rows_per_microbatch=2
-    )
+    pure = make_critic(MODEL, recipe, optimizer=optax.adam(3e-3), precision=FP32)
     return pure._replace(values=jax.jit(pure.values), step=jax.jit(pure.step))
 
 

@@ -39,7 +39,7 @@ def reward_model():
     return functools.partial(
         score_rollouts,
         params=params(),
-        scores=jax.jit(make_scores(model, precision=FP32, rows_per_microbatch=2)),
+        scores=jax.jit(make_scores(model, precision=FP32)),
         shape=MinibatchShape(row_length=24, rows_per_microbatch=2, sharding=jax.devices()[0]),
     )
 

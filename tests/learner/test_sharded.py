@@ -69,7 +69,6 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
             specs=model.specs,
         ),
         precision=PRECISIONS["fp32"],
-        rows_per_microbatch=ROWS,
         param_shardings=layout.tree(model.specs),
     )
     # From the host: each array that is divided where it lies is a program of its own.

@@ -126,7 +126,6 @@ def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **
         getattr(recipe, "objective", recipe),
         optimizer=optax.sgd(1.0),
         precision=F64,
-        rows_per_microbatch=2,
         **kwargs,
     )
 
@@ -159,7 +158,7 @@ def test_rows_cut_over_devices():
     compare(one, groups(), placed)
 
 
-SGD, SHAPES = optax.sgd(1.0), {"precision": F64, "rows_per_microbatch": 2}
+SGD = optax.sgd(1.0)
 
 
 def head(seed: int) -> dict:
@@ -171,7 +170,7 @@ def test_a_critic_of_its_own():
     recipe = ppo().critic
     assert recipe is not None
     config = dataclasses.replace(tiny.CONFIG, scored=True)
-    one = make_critic(decoder(config), recipe, optimizer=SGD, **SHAPES)
+    one = make_critic(decoder(config), recipe, optimizer=SGD, precision=F64)
     params = tiny.params(config=config) | head(0)
     assert scored(one.values, groups(), params).any()
     compare_steps(one.step, one.init(params))
@@ -179,9 +178,9 @@ def test_a_critic_of_its_own():
 
 def test_a_critic_on_the_policys_trunk():
     one = shared_trunk(
-        tiny.model(), ppo(), coefficient=0.5, optimizers=Optimizers(SGD, SGD), **SHAPES
+        tiny.model(), ppo(), coefficient=0.5, optimizers=Optimizers(SGD, SGD), precision=F64
     )
-    policy = make_learner(tiny.model(), ppo().objective, optimizer=SGD, **SHAPES)
+    policy = make_learner(tiny.model(), ppo().objective, optimizer=SGD, precision=F64)
     compare_steps(one.step, State(policy.init(tiny.params()), one.init(head(0))))
 
 

@@ -10,7 +10,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxrl.core import casts
-from jaxrl.core.precision import PRESETS, jit, parse
+from jaxrl.core.compiled import jit
+from jaxrl.core.precision import PRESETS, parse
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
 from jaxrl.models.model import decoder

@@ -70,7 +70,7 @@ BATCH = jaxrl.minibatch(ROLLOUTS, RECIPE.advantages, **ROWS)
 
 def learner(optimizer=None, **kwargs):
     sgd = optimizer or optax.sgd(1.0)
-    own = {"optimizer": sgd, "precision": F32, "rows_per_microbatch": 2} | kwargs
+    own = {"optimizer": sgd, "precision": F32} | kwargs
     return jaxrl.make_learner(MODEL, RECIPE.objective, **own)
 
 

@@ -13,8 +13,9 @@ import pytest
 
 import jaxrl
 from jaxrl.core import casts
+from jaxrl.core.compiled import jit
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import PRESETS, check_products, jit, parse, sampler_precision
+from jaxrl.core.precision import PRESETS, check_products, parse, sampler_precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import spec
@@ -45,26 +46,20 @@ def test_no_product_is_made_elsewhere():
 
 def test_every_program_is_compiled_with_options():
     # A jit within another program has none of its own, and initial values are rounded once.
-    nested = {"models/lora.py", "models/spec.py", "core/precision.py", "learner/update.py"}
+    nested = {"models/lora.py", "models/spec.py", "core/compiled.py", "learner/update.py"}
     found = [
         str(path)
         for path in SOURCE.rglob("*.py")
         if "jax.jit" in path.read_text() and str(path.relative_to(SOURCE)) not in nested
     ]
-    assert not found, "use precision.jit, which keeps every rounding"
+    assert not found, "use compiled.jit, which keeps every rounding"
 
 
 def programs(precision, config=tiny.CONFIG):
     """The learner's step and scores, prefill and a decode step, as (function, arguments)."""
     model = decoder(config)
     params = spec.init(model.specs, jax.random.key(0), dtype=precision.params)
-    learner = make_learner(
-        model,
-        grpo().objective,
-        optimizer=optax.sgd(0.1),
-        precision=precision,
-        rows_per_microbatch=2,
-    )
+    learner = make_learner(model, grpo().objective, optimizer=optax.sgd(0.1), precision=precision)
     rollouts = tiny.rollouts(4)
     shape = MinibatchShape(row_length=64, rows_per_microbatch=2, max_rows=4)
     minibatch = pack_minibatch(rollouts, [1.0] * 4, shape=shape)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxrl.core.buckets import count_bucket, length_bucket
-from jaxrl.core.precision import PRESETS, jit
+from jaxrl.core.compiled import jit
+from jaxrl.core.precision import PRESETS
 from jaxrl.models.model import decoder
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step, extend, prefill
 from jaxrl.sampling.embedded.stopping import empty_tail, ends_in_stop, push, stop_table

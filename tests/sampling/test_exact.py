@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl.core.compiled import jit
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
-from jaxrl.core.precision import jit, parse
+from jaxrl.core.precision import parse
 from jaxrl.diagnostics.ratio.shape_noise import shape_noise
 from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.huggingface.config.convert import from_hf_config
@@ -121,20 +122,19 @@ def packed(precision, rollouts, *, row_length=112, rows=4):
     return shape, pack_minibatch(rollouts, [1.0] * len(rollouts), shape=shape)
 
 
-def a_learner(model, precision, *, rows=4):
+def a_learner(model, precision):
     return make_learner(
         model._replace(temperature=TEMPERATURE),
         grpo().objective,
         optimizer=optax.sgd(1.0),
         precision=precision,
-        rows_per_microbatch=rows,
     )
 
 
 def differences(model, params, precision, rollouts, *, row_length=112, rows=4):
     """The learner's log-prob minus the sampler's of every token."""
     shape, minibatch = packed(precision, rollouts, row_length=row_length, rows=rows)
-    score = jit(a_learner(model, precision, rows=rows).score, sums=precision.sums)
+    score = jit(a_learner(model, precision).score, sums=precision.sums)
     scored = unpack(np.asarray(score(params, minibatch)), rollouts, shape=shape)
     return np.concatenate([s - r.logprobs for s, r in zip(scored, rollouts, strict=True)])
 

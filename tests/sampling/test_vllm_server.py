@@ -89,10 +89,11 @@ def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndar
 def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
     """Scores one sequence per row: f32[N, row_length]."""
     model = MODEL._replace(temperature=temperature)
-    score = make_score(model, precision=FP32, rows_per_microbatch=len(rollouts))
+    score = make_score(model, precision=FP32)
     rows = [[i] for i in range(len(rollouts))]
     batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=row_length)
-    scored = jax.jit(score)(params, Minibatch(batch=batch, microbatches=np.int32(1)))
+    given = Minibatch(batch=batch, microbatches=np.int32(1), rows_per_microbatch=len(rollouts))
+    scored = jax.jit(score)(params, given)
     return np.asarray(scored)
 
 

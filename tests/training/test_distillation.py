@@ -61,7 +61,7 @@ def config(material, **changes) -> Config:
 
 def test_scores_are_independent_of_the_batch():
     """Five completions in minibatches of two; the experts of the policy are not replayed."""
-    score = make_score(decoder(CONFIG), precision=FP32, rows_per_microbatch=2)
+    score = make_score(decoder(CONFIG), precision=FP32)
     compiled = functools.partial(jax.jit(score), tiny.params(1, config=CONFIG))
     shape = MinibatchShape(row_length=24, rows_per_microbatch=2, sharding=jax.devices()[0])
     rollouts = [r._replace(experts=np.zeros((r.length, 2, 2), np.int16)) for r in tiny.rollouts(5)]

@@ -63,7 +63,6 @@ def make(optimizer, *, precision=FP32, layout=None):
         objective(reinforce(), token_mean),
         optimizer=optimizer,
         precision=precision,
-        rows_per_microbatch=8,
         param_shardings=None if layout is None else layout.tree(specs()),
     )
 

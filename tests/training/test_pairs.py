@@ -336,7 +336,6 @@ def test_packing_and_microbatches_change_nothing(model, material, tokenizer):
             center_rewards=0.1,
             optimizer=optax.sgd(1.0),
             precision=PRESETS["fp32"],
-            rows_per_microbatch=one.microbatch_rows,
         )
         minibatch = packed_pairs(chosen, one)
         state, metrics = jax.jit(learner.step)(learner.init(params), minibatch)

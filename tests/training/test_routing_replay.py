@@ -38,11 +38,7 @@ LAYERS, CHOSEN = 2, 2
 PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) * 7 % 62 for n in (3, 9)]
 ROW = 48
 LEARNER = make_learner(
-    MODEL,
-    objective(unclipped(over_sampler), token_mean),
-    optimizer=optax.sgd(1.0),
-    precision=F32,
-    rows_per_microbatch=2,
+    MODEL, objective(unclipped(over_sampler), token_mean), optimizer=optax.sgd(1.0), precision=F32
 )
 score, step = jax.jit(LEARNER.score), jax.jit(LEARNER.step)
 

@@ -150,10 +150,9 @@ def test_loss_is_completion_cross_entropy(material):
             specs=model.specs,
         ),
         precision=precision,
-        rows_per_microbatch=2,
     )
     batch = pack(sequences, [0.0] * 3, rows=[[0, 2], [1]], row_length=96)
-    minibatch = Minibatch(batch=batch, microbatches=jnp.int32(1))
+    minibatch = Minibatch(batch=batch, microbatches=jnp.int32(1), rows_per_microbatch=2)
     _, metrics = jax.jit(learner.step)(learner.init(params), minibatch)
     np.testing.assert_allclose(float(metrics["loss"].value), total / count, rtol=1e-5)
 

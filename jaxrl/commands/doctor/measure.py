@@ -176,7 +176,6 @@ def _measure(
         grpo().objective,
         optimizer=optax.adamw(1e-6),
         precision=precision,
-        rows_per_microbatch=samples.shape.rows_per_microbatch,
         param_shardings=inputs.layout.constraints(inputs.model.specs),
     )
     compiled = functools.partial(jit, sums=precision.sums)

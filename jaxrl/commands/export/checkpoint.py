@@ -97,7 +97,7 @@ def _like(config: Config | SupervisedConfig, *, specs: Any) -> LearnerState:
         total_steps=config.train.steps,  # any; the state does not depend on it
         specs=specs,
     ).transformation
-    update = make_update(optimizer=optimizer, precision=config.precision, rows_per_microbatch=1)
+    update = make_update(optimizer=optimizer, precision=config.precision)
     params = lora.abstract(specs, trained=config.precision.params, kept=config.precision.wire)
     state = jax.eval_shape(update.init, params)
     return placed(state, layout.state(state, lora.declared(specs)))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl.core.batch import Minibatch
-from jaxrl.core.precision import jit
+from jaxrl.core.compiled import jit
 from jaxrl.learner.policy import Learner
 from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 from jaxrl.sharding.transfer import fetch

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core.precision import Precision, jit
+from jaxrl.core.compiled import jit
+from jaxrl.core.precision import Precision
 from jaxrl.models.attention import cudnn
 from jaxrl.models.attention.blocks import Attend, Part, attention
 from jaxrl.models.attention.scores import Scoring

@@ -15,7 +15,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrl.core.precision import Precision, jit_by_precision, jit_forward
+from jaxrl.core.compiled import jit_by_precision, jit_forward
+from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from jaxrl.core.buckets import count_bucket, length_bucket
-from jaxrl.core.precision import Precision, jit_by_precision
+from jaxrl.core.compiled import jit_by_precision
+from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params

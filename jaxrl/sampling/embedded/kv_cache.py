@@ -13,8 +13,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxrl.core.compiled import jit_by_precision
 from jaxrl.core.half_bits import from_bits, to_bits
-from jaxrl.core.precision import Precision, jit_by_precision
+from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import TILE, attention, pad_values, softmax_product
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.block import block

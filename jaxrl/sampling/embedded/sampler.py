@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 
 from jaxrl.core.casts import as_served
-from jaxrl.core.precision import Precision, check_products, jit, sampler_precision
+from jaxrl.core.compiled import jit
+from jaxrl.core.precision import Precision, check_products, sampler_precision
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
 from jaxrl.models.model import Model

@@ -36,7 +36,11 @@ def train_dpo(config: DPOConfig) -> Result:
     initial = lora.trainable(setup.params)
     reference: Params = jit(cast, static_argnums=1)(initial, config.precision.compute)
     learner = make_learner(
-        setup.model, goal, optimizer=setup.optimizer.transformation, **setup.numerics
+        setup.model,
+        goal,
+        optimizer=setup.optimizer.transformation,
+        precision=config.precision,
+        param_shardings=setup.param_shardings,
     )
     score = jit(learner.score)
 

@@ -24,7 +24,8 @@ def train_reward_model(config: RewardModelConfig) -> Result:
     tokenizer = huggingface.load_tokenizer(config.model.path)
     data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
     setup, center_rewards = set_up(config), config.loss.center_rewards
-    scores = make_scores(setup.model, **setup.numerics)
+    shardings = setup.param_shardings
+    scores = make_scores(setup.model, precision=config.precision, param_shardings=shardings)
 
     @jit
     def measure(params: Params, minibatch: Minibatch) -> Metrics:
@@ -40,6 +41,7 @@ def train_reward_model(config: RewardModelConfig) -> Result:
             setup.model,
             center_rewards=center_rewards,
             optimizer=setup.optimizer.transformation,
-            **setup.numerics,
+            precision=config.precision,
+            param_shardings=shardings,
         ),
     )

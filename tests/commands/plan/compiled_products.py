@@ -9,7 +9,7 @@ import sys
 
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
-from jaxrl.core.precision import jit
+from jaxrl.core.compiled import jit
 from tests.run_config import run_config
 
 

@@ -1,0 +1,104 @@
+"""Compiled functions that keep every cast of a dtype policy.
+
+XLA may leave out a rounding to 16 bits between two operations in f32, unless the program is
+compiled without that freedom. It is a property of a whole program: a function that is compiled here
+is called by itself, never inside another transformation.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrl.core.precision import SUMS, Precision
+
+
+def jit(
+    function: Callable[..., Any], *, sums: str = "any", platform: str | None = None, **options: Any
+) -> Any:
+    """Compiles as `jax.jit` does, and keeps every cast.
+
+    Compile once, outermost: a loop over steps or a sweep of states is a function of your own that
+    calls the plain function, and that function is compiled. With `jax.jit` in its place, XLA may
+    leave out a rounding that the policy names.
+
+    Example:
+      >>> third = jnp.float32(1) / 3
+      >>> float(jit(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))(third))
+      0.333984375
+
+    Args:
+      function: to compile.
+      sums: as in the dtype policy that the function computes with.
+      platform: of the devices to compile for; by default that of `jax.devices()`.
+      options: those of `jax.jit`.
+
+    Returns:
+      The compiled function, with the methods of `jax.jit`'s. It raises ValueError if it is called
+      inside another compiled or differentiated function.
+    """
+    compiler = _compiler_options(sums)
+    if (platform or jax.default_backend()) == "cpu":
+        # It converts what the backward pass reads of all layers from bf16 to f32, before the first.
+        compiler["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
+    return _outermost(function, compiler_options=compiler, **options)
+
+
+def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
+    """Compiles as `jit` does, without asking for devices: modules may decorate with it."""
+    return _outermost(function, compiler_options=_compiler_options(sums), **options)
+
+
+def _outermost(function: Callable[..., Any], **options: Any) -> Any:
+    """Compiles as `jax.jit` does, and names the rule where JAX refuses to make a program with
+    compiler options part of another one."""
+    compiled: Any = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except ValueError as error:
+            if "can only be passed to top-level" not in str(error):
+                raise
+            name = getattr(function, "__name__", "a function")
+            raise ValueError(
+                f"{name} is compiled by jaxrl.jit, but was called inside another compiled or "
+                "differentiated function, where its roundings could be left out; compile once, "
+                "outermost, with jaxrl.jit, and call the plain function inside your own, such as "
+                "learner.step"
+            ) from None
+
+    whole: Any = call
+    for method in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
+        setattr(whole, method, getattr(compiled, method))
+    return whole
+
+
+def _compiler_options(sums: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if sums == "fixed":
+        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    return options
+
+
+def jit_by_precision(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function of `precision`, a static argument, to be compiled with every cast. The
+    result has `jax.jit`'s method `lower`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        programs = {sums: jit_forward(function, sums=sums, **options) for sums in SUMS}
+
+        def call(*args: Any, precision: Precision, **kwargs: Any) -> Any:
+            return programs[precision.sums](*args, precision=precision, **kwargs)
+
+        def lower(*args: Any, precision: Precision, **kwargs: Any) -> Any:
+            return programs[precision.sums].lower(*args, precision=precision, **kwargs)
+
+        compiled: Any = functools.wraps(function)(call)
+        compiled.lower = lower
+        return compiled
+
+    return decorate

@@ -1,0 +1,107 @@
+"""One description of a minibatch: what plan and the compiler expect is what training passes."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import Learning, build_learner, step_minibatch, step_shape
+from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.rows import choose_rows
+from jaxrl.core.batch import Minibatch
+from jaxrl.core.packing import MinibatchShape, abstract_minibatch
+from jaxrl.huggingface.config import convert
+from jaxrl.models.model import decoder
+from jaxrl.training.minibatches import Targets, prepare_minibatch, with_coefficients
+from tests import tiny
+from tests.commands.plan.configs import make_config
+
+TWICE = {"train__updates_per_rollout": "2"}
+ANCHOR = {"loss__ratio": "over_anchor"}
+SHARED = {"data__max_prompt_tokens": "64", "train__microbatch_tokens": "4096"}
+
+
+def passed(config, recipe, *, sizes, shape: MinibatchShape, layout) -> Minibatch:
+    """The shapes of what training passes to the step, without computing a score."""
+    model = decoder(sizes)
+    learner, learning_rate = build_learner(config, model, objective=recipe.objective, layout=layout)
+    rollouts = tiny.rollouts(8)
+    if config.train.replay_routing:
+        recorded = (sizes.routed_layers, sizes.experts.per_token)
+        rollouts = [
+            one._replace(experts=np.zeros((one.length - 1, *recorded), np.int16))
+            for one in rollouts
+        ]
+    by_token = [np.zeros(len(one.completion), np.float32) for one in rollouts]
+    critic = recipe.critic is not None
+    targets = Targets([0.0] * 8, by_token if critic else None, by_token if critic else None)
+
+    def prepare(params: Any) -> Minibatch:
+        learning = Learning(
+            recipe=recipe,
+            layout=layout,
+            shape=shape,
+            rows_note="",
+            model=model,
+            specs=model.specs,
+            learner=learner,
+            learning_rate=learning_rate,
+            critic=None,
+            reference=params,
+        )
+        updates = config.train.updates_per_rollout
+        made = prepare_minibatch(
+            learning, learner.init(params), rollouts=rollouts, targets=targets, updates=updates
+        )
+        if not recipe.controllers:
+            return made
+        return with_coefficients(made, dict.fromkeys(recipe.controllers, 0.1))
+
+    return jax.eval_shape(prepare, tiny.params(config=sizes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, set()),
+        (SHARED, {"seen_until"}),
+        ({"loss__name": "ppo"}, {"values", "returns"}),
+        ({"loss__name": "ppo", "critic__trunk": "shared"} | TWICE, {"values", "returns"}),
+        ({"loss__kl": "0.1"}, {"reference"}),
+        (ANCHOR, set()),  # the learner itself, with one update
+        (ANCHOR | TWICE, {"anchor"}),
+        (ANCHOR | TWICE | SHARED | {"loss__kl": "0.1"}, {"anchor", "reference", "seen_until"}),
+        ({"loss__kl": "0.1", "loss__kl_target": "0.01"}, {"reference", "coefficients"}),
+        ({"train__replay_routing": "true"}, {"experts"}),
+    ],
+)
+def test_the_description_is_what_training_passes(changes, found, tmp_path):
+    alone = {"mesh__fsdp": "1", "mesh__tensor": "1"}
+    config = make_config(tmp_path, **alone | changes)
+    sizes = tiny.MOE if config.train.replay_routing else tiny.CONFIG
+    (tmp_path / "config.json").write_text(json.dumps(convert.to_hf_config(sizes, dtype="float32")))
+    layout, recipe = make_layout(config.mesh, devices=jax.devices()[:1]), make_recipe(config)
+    config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
+    shape = step_shape(config, align, layout=layout)
+    described = step_minibatch(config, recipe, sizes=sizes, shape=shape)
+    given = passed(config, recipe, sizes=sizes, shape=shape, layout=layout)
+    assert jax.tree.structure(described) == jax.tree.structure(given)
+    for expected, array in zip(jax.tree.leaves(described), jax.tree.leaves(given), strict=True):
+        assert (expected.shape, expected.dtype) == (array.shape, array.dtype)
+        assert not array.weak_type
+    optional = {
+        field.name
+        for part in (described, described.batch)
+        for field in dataclasses.fields(part)
+        if field.default is None and getattr(part, field.name) is not None
+    }
+    assert optional == found | {"rewards"}
+
+
+def test_rows_without_a_bound_have_no_description():
+    with pytest.raises(ValueError, match="max_rows=None"):
+        abstract_minibatch(MinibatchShape(row_length=8, rows_per_microbatch=2))
