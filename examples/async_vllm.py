@@ -29,11 +29,7 @@ examples = [json.loads(line) for line in (directory / "train.jsonl").read_text()
 base = jaxrl.load(directory / "sft/model")
 precision, recipe = jaxrl.Precision.parse("fp32"), grpo()
 learner = jaxrl.make_learner(
-    base.model,
-    recipe.objective,
-    optimizer=optax.adamw(2e-4),
-    precision=precision,
-    rows_per_microbatch=64,
+    base.model, recipe.objective, optimizer=optax.adamw(2e-4), precision=precision
 )
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
 options = ServerOptions(
@@ -85,9 +81,7 @@ with LocalServer(directory / "sft/model", options, log=directory / "vllm.log") a
             rollouts = ahead.result()
             if i + 1 < STEPS:
                 ahead = background.submit(sample, i + 1)  # while the learner makes version i + 1
-            batch = jaxrl.minibatch(
-                rollouts, recipe.advantages, row_length=48, rows_per_microbatch=64
-            )
+            batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48)
             state, metrics = step(state, batch)
             publish(i + 1)
             oldest = min(int(r.version.min()) for r in rollouts)

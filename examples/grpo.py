@@ -13,9 +13,9 @@ directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 base = jaxrl.load(directory / "sft/model")
 precision = "fp32"  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
-recipe, rows = grpo(), {"rows_per_microbatch": 64}
+recipe = grpo()
 adam = {"optimizer": optax.adamw(2e-4), "precision": precision}
-learner = jaxrl.make_learner(base.model, recipe.objective, **adam, **rows)
+learner = jaxrl.make_learner(base.model, recipe.objective, **adam)
 sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
 
@@ -29,7 +29,7 @@ for i in range(3):
     prompts = examples[32 * i : 32 * (i + 1)]
     params = jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i)
     rollouts = jaxrl.rollouts(sampler, prompts, params=params, **task)
-    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48, **rows)
+    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48)
     state, metrics = step(state, batch)
     sampler.load(state.params, version=i + 1)
     score = sum(rollout.reward for rollout in rollouts) / len(rollouts)

@@ -58,7 +58,7 @@ model, params = jaxrl.from_nnx(
 )
 precision, recipe = "fp32", grpo()
 adam = {"optimizer": optax.adamw(3e-3), "precision": precision}
-learner = jaxrl.make_learner(model, recipe.objective, **adam, rows_per_microbatch=64)
+learner = jaxrl.make_learner(model, recipe.objective, **adam)
 sampler = jaxrl.EmbeddedSampler(model, params, precision=precision, max_batch=128)
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(params)
 
@@ -72,7 +72,7 @@ for i in range(10):
     prompts = examples[16 * i : 16 * (i + 1)]
     asked = jaxrl.SamplingParams(max_tokens=12, seed=i)
     rollouts = jaxrl.rollouts(sampler, prompts, params=asked, **task)
-    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=32, rows_per_microbatch=64)
+    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=32)
     state, metrics = step(state, batch)
     sampler.load(state.params, version=i + 1)
     score = sum(rollout.reward for rollout in rollouts) / len(rollouts)

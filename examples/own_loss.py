@@ -32,11 +32,7 @@ examples = [json.loads(line) for line in (directory / "train.jsonl").read_text()
 base = jaxrl.load(directory / "sft/model")
 precision = "fp32"
 learner = jaxrl.make_learner(
-    base.model,
-    objective(loss, token_mean),
-    optimizer=optax.adamw(2e-4),
-    precision=precision,
-    rows_per_microbatch=64,
+    base.model, objective(loss, token_mean), optimizer=optax.adamw(2e-4), precision=precision
 )
 sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
 score, step = jaxrl.jit(learner.score), jaxrl.jit(learner.step, donate_argnums=0)
@@ -52,7 +48,7 @@ for i in range(5):
         params=jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i),
         group_size=8,
     )
-    batch = jaxrl.minibatch(rollouts, grpo().advantages, row_length=48, rows_per_microbatch=64)
+    batch = jaxrl.minibatch(rollouts, grpo().advantages, row_length=48)
     batch = dataclasses.replace(batch, reference=score(reference, batch))
     state, metrics = step(state, batch)
     sampler.load(state.params, version=i + 1)

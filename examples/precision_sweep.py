@@ -29,11 +29,7 @@ def run(precision: str) -> list[float]:
     """The mismatch in each step before its update: mean of exp |log pi - log mu|, minus 1."""
     base, recipe = jaxrl.load(directory / "sft/model", precision=precision), grpo()
     learner = jaxrl.make_learner(
-        base.model,
-        recipe.objective,
-        optimizer=optax.adamw(2e-4),
-        precision=precision,
-        rows_per_microbatch=64,
+        base.model, recipe.objective, optimizer=optax.adamw(2e-4), precision=precision
     )
     sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision)
     step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
@@ -47,7 +43,7 @@ def run(precision: str) -> list[float]:
             params=jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i),
             group_size=8,
         )
-        batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48, rows_per_microbatch=64)
+        batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48)
         state, metrics = step(state, batch)
         sampler.load(state.params, version=i + 1)
         found.append(jaxrl.to_floats(metrics)["mismatch/token_mult_error"] - 1)

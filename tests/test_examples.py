@@ -67,6 +67,13 @@ def test_plain_nnx_module_learns(material, monkeypatch, capsys):
     assert all(abs(float(line.split("KL ")[1])) < 1e-4 for line in lines)
 
 
+def test_sweep_trains_every_seed(material, monkeypatch, capsys):
+    run("sweep.py", material, monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split("seed ")[1].split()) for line in lines] == [3] * 4
+    assert len((EXAMPLES / "sweep.py").read_text().splitlines()) < 60
+
+
 def test_precision_sweep_locates_the_mismatch(material, monkeypatch, capsys, tmp_path):
     run("precision_sweep.py", material, tmp_path / "sweep.png", monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()

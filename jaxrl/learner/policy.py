@@ -67,6 +67,10 @@ def make_learner(
 ) -> Learner:
     """Builds a learner.
 
+    Its functions are plain. Compile once, outermost, with `jaxrl.jit`: `jax.jit` may drop roundings
+    that the policy names. Inside your own function call `learner.step` bare: under `jax.lax.scan`
+    over minibatches, or under `jax.vmap` over stacked states, for a sweep in one program.
+
     Args:
       model: tokens -> hidden states, and the temperature of the sampling distribution.
       objective: the loss; only the scores it needs are computed. If it needs values, the parameters

@@ -26,7 +26,8 @@ from jaxrl.models.spec import Params
 
 @struct.dataclass
 class LearnerState:
-    """Everything that a step changes, plus frozen parameters. See `checkpoint_view`."""
+    """Everything that a step changes, plus frozen parameters. See `checkpoint_view`. A tree of
+    arrays, which can be donated, stacked, or saved by orbax as it is."""
 
     step: jax.Array  # i32[], optimizer steps taken, skipped ones included
     params: Any  # Params in precision.params; or lora.Adapted, whose frozen part is in any dtype

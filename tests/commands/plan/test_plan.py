@@ -13,6 +13,7 @@ from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.decoding import needed_memory, read_weights
 from jaxrl.commands.plan.program import compile_step
+from jaxrl.commands.plan.resident import on_one
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
@@ -353,3 +354,16 @@ def test_only_adapters_have_gradients_and_moments(planned, tmp_path):
     chip = CHIPS["v5e"]
     two, three = (roofline(p, chip, remat="matmuls").model_flops for p in (program, whole))
     assert 2 / 3 < two / three < 0.85
+
+
+def test_a_critics_arrays_are_counted(planned, tmp_path):
+    _, topology, without = planned
+    program = compile_step(make_config(tmp_path, loss__name="ppo"), topology)
+    batch = program.step.minibatch.batch
+    assert without.step.minibatch.batch.values is None
+    targets = on_one((batch.values, batch.returns))
+    assert targets == 2 * 4 * 32 * 32 / 4  # f32 for 32 rows of 32 tokens, over the axis fsdp
+    assert on_one(batch) - on_one(without.step.minibatch.batch) == targets
+    # All arrays lie on the devices, although the policy's step reads neither of the two.
+    assert program.memory.rest - without.memory.rest >= targets
+    assert program.memory.rest > on_one(batch)
