@@ -113,7 +113,13 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
                     save(run.checkpoints, state, progress=progress, metric=accuracy)
         model = None
         if progress.step == config.train.steps and verdict is None:
-            model = export(run.config, run.learning, params=state.policy.params, hosts=run.hosts)
+            model = export(
+                run.config,
+                run.learning,
+                source=run.models.policy,
+                params=state.policy.params,
+                hosts=run.hosts,
+            )
         return Result(
             progress.step,
             signum or None,

@@ -19,6 +19,7 @@ from experiments.runs import CONFIGS, accuracies, markdown, parser, quickstart, 
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.precision import parse
+from jaxrl.huggingface import Checkpoint
 
 SERVER_CORE, LEARNER_CORE = 1, 0
 # Without a correction the loss treats old completions as new; with it their tokens are reweighted.
@@ -46,7 +47,7 @@ def main() -> None:
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
     with starting_server(
         ServerConfig(),
-        options.base / "sft" / "model",
+        Checkpoint(options.base / "sft" / "model"),
         dtype=parse("fp32").sampler,
         log=options.directory / "vllm.log",
         note=print,

@@ -8,6 +8,7 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
 from jaxrl.core import jit
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import (
     VALUE_HEAD,
     ActorCritic,
@@ -30,6 +31,7 @@ def open_critic(
     config: Config,
     recipe: Recipe,
     *,
+    checkpoint: Checkpoint,
     learner: Learner,
     model: Model,
     shardings: LearnerState,
@@ -37,7 +39,8 @@ def open_critic(
 ) -> tuple[ActorCritic, LearnerState]:
     """Compiles policy and critic together; returns them with the critic's initial state.
 
-    The learner, not compiled, the model and the shardings of the state are the policy's.
+    A network of the critic's own begins with `checkpoint`. The learner, not compiled, the model and
+    the shardings of the state are the policy's.
 
     Raises:
       FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
@@ -45,7 +48,9 @@ def open_critic(
     if config.critic.trunk == "shared":
         pure, params, specs = _shared_trunk(config, recipe, model=model, layout=layout)
     else:
-        pure, params, specs = _own_network(config, recipe, learner=learner, layout=layout)
+        pure, params, specs = _own_network(
+            config, recipe, checkpoint=checkpoint, learner=learner, layout=layout
+        )
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
         jit(
@@ -61,11 +66,11 @@ def open_critic(
 
 
 def _own_network(
-    config: Config, recipe: Recipe, *, learner: Learner, layout: Layout
+    config: Config, recipe: Recipe, *, checkpoint: Checkpoint, learner: Learner, layout: Layout
 ) -> tuple[ActorCritic, Params, Specs]:
     assert recipe.critic is not None
     scorer, params = load_model(
-        config.critic.path or config.model.path,
+        checkpoint,
         layout=layout,
         dtype=config.precision.params,
         remat=config.train.remat,

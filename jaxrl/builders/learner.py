@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from optax import Schedule
 
 from jaxrl.builders.critic import open_critic
-from jaxrl.builders.model import attention_note, load_trained, trained_specs
+from jaxrl.builders.model import ModelFiles, attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.rows import choose_rows, minibatch_shape
 from jaxrl.config.training import Config
@@ -56,13 +56,15 @@ class Learning(NamedTuple):
         return attention_note(config, self.model, layout=self.layout)
 
 
-def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Learning, State]:
+def open_learning(
+    config: Config, recipe: Recipe, *, models: ModelFiles, layout: Layout
+) -> tuple[Learning, State]:
     """Loads the model and compiles policy and critic; returns them with their initial state.
 
     Raises:
       ValueError: for a model or a kernel that cannot be used; the message names the key.
     """
-    model, params, specs = load_trained(config, layout=layout)
+    model, params, specs = load_trained(config, models.policy, layout=layout)
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout
     )
@@ -78,7 +80,13 @@ def open_learning(config: Config, recipe: Recipe, *, layout: Layout) -> tuple[Le
     state, critic = State(init(params)), None
     if recipe.critic is not None:
         critic, critics_state = open_critic(
-            config, recipe, learner=pure, model=model, shardings=shardings, layout=layout
+            config,
+            recipe,
+            checkpoint=models.critic,
+            learner=pure,
+            model=model,
+            shardings=shardings,
+            layout=layout,
         )
         state = state._replace(critic=critics_state)
     learning = Learning(

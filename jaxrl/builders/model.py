@@ -1,6 +1,7 @@
 """Loads models from the checkpoint that a config names."""
 
-from typing import Any, Literal
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import traverse_util
@@ -10,10 +11,30 @@ from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import DType
+from jaxrl.huggingface import Checkpoint
 from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
 from jaxrl.sharding import Layout, place
 
 Output = Literal["tokens", "scores"]
+
+
+class ModelFiles(NamedTuple):
+    """The models that a run begins with, as checkpoints. Equal paths have the same one, so that no
+    file is read twice."""
+
+    policy: Checkpoint
+    # The reward model or the teacher; None without one, or for a teacher on a server.
+    judge: Checkpoint | None
+    critic: Checkpoint  # what a critic of its own network begins with
+
+
+def find_models(config: Config) -> ModelFiles:
+    """Names the checkpoints of a config, of which nothing is read yet."""
+    opened = functools.cache(Checkpoint)
+    policy, judge = config.model.path, None
+    if config.reward.model is not None and not config.reward.teacher_url:
+        judge = opened(config.reward.model)
+    return ModelFiles(opened(policy), judge, opened(config.critic.path or policy))
 
 
 def make_decoder(
@@ -52,7 +73,7 @@ def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: L
 
 
 def load_model(
-    path: str,
+    checkpoint: Checkpoint,
     *,
     layout: Layout,
     dtype: DType,
@@ -69,15 +90,17 @@ def load_model(
       FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model where tokens are
         wanted.
     """
-    config, scored = huggingface.load_config(path), output == "scores"
+    config, scored = checkpoint.config, output == "scores"
     if scored:
         config = config.as_scorer()
     elif config.scored:
-        raise ValueError(f"{path} is a reward model; a causal language model is required")
+        raise ValueError(
+            f"{checkpoint.directory} is a reward model; a causal language model is required"
+        )
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
     shardings: dict[str, Any] = traverse_util.flatten_dict(layout.tree(model.specs), sep="/")
-    _, params = huggingface.load(
-        path, dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
+    params = checkpoint.load(
+        dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
     )
     return model, params
 
@@ -95,9 +118,14 @@ def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
 
 
 def load_trained(
-    config: Config | SupervisedConfig, *, layout: Layout, output: Output = "tokens"
+    config: Config | SupervisedConfig,
+    checkpoint: Checkpoint,
+    *,
+    layout: Layout,
+    output: Output = "tokens",
 ) -> tuple[Model, Any, Any]:
-    """Loads the model of a run; returns it with the learner's parameters and their specs.
+    """Loads the model that a run begins with; returns it with the learner's parameters and their
+    specs.
 
     Without lora, all parameters are in `precision.params`; with it, adapters and the head of a
     scorer are, and the frozen parameters are in `precision.wire`.
@@ -108,7 +136,7 @@ def load_trained(
     c, precision = config.lora, config.precision
     dtype = precision.wire if c.rank else precision.params
     model, params = load_model(
-        config.model.path,
+        checkpoint,
         layout=layout,
         dtype=dtype,
         remat=config.train.remat,

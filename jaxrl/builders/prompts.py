@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
-from jaxrl import data, huggingface
+from jaxrl import data
 from jaxrl.config.data import DataConfig, PromptConfig
 from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.data import Prompts, Rendering, Row, Tokenizer
 from jaxrl.environments import Tool
+from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import SamplingParams
 
 
@@ -37,17 +38,14 @@ def load_prompts(
     )
 
 
-def sampling_params(
-    config: SamplingConfig, model_path: str, tokenizer: Tokenizer, *, seed: int
-) -> SamplingParams:
+def sampling_params(config: SamplingConfig, checkpoint: Checkpoint, *, seed: int) -> SamplingParams:
     """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
     of the tokenizer, and at the texts of `sampling.stop`."""
-    found = {*huggingface.load_end_ids(model_path), tokenizer.eos_token_id}
-    ends = sorted(end for end in found if end is not None)
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in config.stop]
+    encode = checkpoint.tokenizer.encode
+    texts = [encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
-        stop=(*((int(end),) for end in ends), *(tuple(text) for text in texts)),
+        stop=(*((end,) for end in checkpoint.end_ids), *(tuple(text) for text in texts)),
         seed=seed,
     )

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl import huggingface
-from jaxrl.builders.model import Output, load_model
+from jaxrl.builders.model import ModelFiles, Output, load_model
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core import MinibatchShape, Rollout, jit, pack_minibatch, plan_rows
-from jaxrl.data import Tokenizer
 from jaxrl.learner import ScoreRows, make_scores
 from jaxrl.models import Model, Params
 from jaxrl.sharding import Layout, fetch
@@ -20,11 +18,10 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 """Rollouts -> the reward of each, f64[N]."""
 
 
-def load_reward_model(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> RewardModel:
-    """Loads the reward model of a run, whose policy has the tokenizer. It runs on the learner's
-    devices in `precision.compute`; rows and microbatches are the learner's. Raises as `load_judge`.
-    """
-    model, params = load_judge(config, tokenizer, layout=layout, output="scores")
+def load_reward_model(config: Config, models: ModelFiles, *, layout: Layout) -> RewardModel:
+    """Loads the reward model of a run. It runs on the learner's devices in `precision.compute`;
+    rows and microbatches are the learner's. Raises as `load_judge`."""
+    model, params = load_judge(config, models, layout=layout, output="scores")
     shardings = layout.constraints(model.specs)
     scores = jit(make_scores(model, precision=config.precision, param_shardings=shardings))
     shape = minibatch_shape(config, layout)
@@ -46,7 +43,7 @@ def score_rollouts(
 
 
 def load_judge(
-    config: Config, tokenizer: Tokenizer, *, layout: Layout, output: Output
+    config: Config, models: ModelFiles, *, layout: Layout, output: Output
 ) -> tuple[Model, Params]:
     """Loads reward.model, which reads the token ids of the policy, in `precision.compute`.
 
@@ -54,10 +51,10 @@ def load_judge(
       ValueError: if its tokenizer is not the policy's, or it lacks an embedding of a token; the
         message names the first difference.
     """
-    path = config.reward.model
-    assert path is not None
-    model, params = load_model(path, layout=layout, dtype=config.precision.compute, output=output)
-    ours, theirs = tokenizer.get_vocab(), huggingface.load_tokenizer(path).get_vocab()
+    judge, path = models.judge, config.reward.model
+    assert judge is not None
+    model, params = load_model(judge, layout=layout, dtype=config.precision.compute, output=output)
+    ours, theirs = (one.tokenizer.get_vocab() for one in (models.policy, judge))
     differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
     if differing:
         token = differing[0]

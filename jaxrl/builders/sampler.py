@@ -111,7 +111,7 @@ def _open_client(
         if not urls:
             starting = servers.starting_server(
                 config,
-                weights.model_dir,
+                weights.checkpoint,
                 dtype=weights.precision.sampler,
                 log=directory / "vllm.log",
                 note=note,

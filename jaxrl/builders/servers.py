@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl import huggingface
 from jaxrl.bridge import (
     INSTALL,
     LocalServer,
@@ -19,6 +18,7 @@ from jaxrl.bridge import (
     server_key,
 )
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
+from jaxrl.huggingface import Checkpoint
 
 _NOTE_SECONDS = 10  # between two lines about a server that is starting
 
@@ -56,7 +56,7 @@ class StartingServer(NamedTuple):
 @contextmanager
 def starting_server(
     config: ServerConfig,
-    model_dir: Path,
+    checkpoint: Checkpoint,
     *,
     dtype: np.dtype,
     log: Path,
@@ -69,7 +69,7 @@ def starting_server(
 
     Args:
       config: the interpreter, the device, and vLLM's arguments.
-      model_dir: the model that it serves.
+      checkpoint: the model that it serves.
       dtype: of weights, activations and KV cache.
       log: file for its output.
       note: shows a line to the user.
@@ -88,11 +88,11 @@ def starting_server(
     python = Path(config.python)
     if not python.exists():
         raise FileNotFoundError(f"{python} does not exist; {INSTALL[config.device]}")
-    model = huggingface.load_config(model_dir)
-    if huggingface.is_quantised(model_dir):
+    model = checkpoint.config
+    if checkpoint.is_quantised:
         raise ValueError(
-            f"{model_dir} is quantised (quantization_config in config.json); vLLM would keep it so "
-            "and refuse the weights that a learner publishes; write a copy in bf16, see "
+            f"{checkpoint.directory} is quantised (quantization_config in config.json); vLLM would "
+            "keep it so and refuse the weights that a learner publishes; write a copy in bf16, see "
             "docs/models.md, and name it in model.path"
         )
     options = ServerOptions(
@@ -114,8 +114,8 @@ def starting_server(
     if remark is not None:
         note(remark)
     options = dataclasses.replace(options, kv_cache_bytes=nbytes)
-    what = f"{model_dir} in {dtype.name}"
-    with LocalServer(model_dir, options, log=log) as server:
+    what = f"{checkpoint.directory} in {dtype.name}"
+    with LocalServer(checkpoint.directory, options, log=log) as server:
         try:
             yield StartingServer(server, what, log, note)
         except ServerFailedError:

@@ -9,6 +9,7 @@ from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core import Hosts, MinibatchShape
+from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Model
 from jaxrl.sharding import Layout
 
@@ -18,6 +19,7 @@ class Setup(NamedTuple):
 
     hosts: Hosts  # the processes of the run
     layout: Layout  # the learner's devices
+    checkpoint: Checkpoint  # what the model begins with
     model: Model  # the trained model
     params: Any  # initial parameters, or `lora.Adapted`
     specs: Any  # of the parameters: the model's, or `lora.Adapted`
@@ -25,14 +27,14 @@ class Setup(NamedTuple):
     param_shardings: Any  # that the learner's parameters keep; None on a single device
 
 
-def set_up(config: SupervisedConfig) -> Setup:
+def set_up(config: SupervisedConfig, checkpoint: Checkpoint) -> Setup:
     """Loads the model of a run, which is a scorer for a reward model; raises as `load_trained`."""
     layout = make_layout(config.mesh, precision=config.precision)
     output = "scores" if isinstance(config, RewardModelConfig) else "tokens"
-    model, params, specs = load_trained(config, layout=layout, output=output)
+    model, params, specs = load_trained(config, checkpoint, layout=layout, output=output)
     optimizer = make_optimizer(config.optimizer, total_steps=config.train.steps, specs=specs)
     shardings = layout.constraints(specs)
-    return Setup(Hosts(), layout, model, params, specs, optimizer, shardings)
+    return Setup(Hosts(), layout, checkpoint, model, params, specs, optimizer, shardings)
 
 
 def supervised_shape(

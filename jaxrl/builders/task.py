@@ -4,11 +4,11 @@ import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxrl import huggingface
 from jaxrl.builders.prompts import load_prompts
 from jaxrl.config.training import Config
 from jaxrl.data import Example, Prompts, Tokenizer, read_rows
 from jaxrl.environments import Reward, Tool, load_rewards, load_tools
+from jaxrl.huggingface import Checkpoint
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
 
@@ -25,15 +25,16 @@ class TaskData(NamedTuple):
     weights: Mapping[str, float]
 
 
-def load_task(config: Config, *, splits: Container[str]) -> TaskData:
-    """Loads the rewards that the config names, and the prompts of "train" and "test" in `splits`.
+def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> TaskData:
+    """Loads the rewards that the config names, and the prompts of "train" and "test" in `splits`,
+    for a policy.
 
     Raises:
       ValueError: for a tokenizer, data, tools or rewards that cannot be used; the message names
         the key.
     """
     c, tools = config.reward, load_tools(config.environment.tools)
-    tokenizer = huggingface.load_tokenizer(config.model.path)
+    tokenizer = policy.tokenizer
     prompts, held_out = Prompts((), 0), None
     load = functools.partial(load_prompts, config.data, tokenizer, tools=tools.values())
     if "train" in splits:
@@ -41,7 +42,8 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
     if "test" in splits and (path := config.data.eval_path) is not None:
         held_out = load(rows=read_rows(path, split="test"), limit=config.data.eval_limit)
     if config.environment.name is None:
-        _check_lengths(config, [*prompts.examples, *(held_out.examples if held_out else ())])
+        examples = [*prompts.examples, *(held_out.examples if held_out else ())]
+        _check_lengths(config, examples, policy=policy)
     rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
     weights = {reward.name: reward.weight for reward in rewards}
     if c.model is not None:
@@ -51,13 +53,13 @@ def load_task(config: Config, *, splits: Container[str]) -> TaskData:
     return TaskData(tokenizer, tools, prompts, held_out, rewards, weights)
 
 
-def _check_lengths(config: Config, examples: Sequence[Example]) -> None:
+def _check_lengths(config: Config, examples: Sequence[Example], *, policy: Checkpoint) -> None:
     """Refuses prompts whose completions the model cannot hold, before anything is compiled."""
     longest = max((len(example.tokens) for example in examples), default=0)
-    positions = huggingface.load_config(config.model.path).max_positions
+    positions = policy.config.max_positions
     if longest + config.sampling.max_tokens > positions:
         raise ValueError(
             f"a prompt of {longest} tokens and sampling.max_tokens = {config.sampling.max_tokens} "
-            f"are more than the {positions} positions of {config.model.path}; lower "
+            f"are more than the {positions} positions of {policy.directory}; lower "
             "sampling.max_tokens, or data.max_prompt_tokens, which skips long prompts"
         )

@@ -12,14 +12,13 @@ from contextlib import closing, contextmanager
 import jax
 import numpy as np
 
-from jaxrl import huggingface
 from jaxrl.bridge import ControlError, VllmServer, headers, known_key
+from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.rows import minibatch_shape
-from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, jit, pack_minibatch, unpack
-from jaxrl.data import Tokenizer
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_score
 from jaxrl.sampling import VllmScorer
 from jaxrl.sharding import Layout, fetch
@@ -30,36 +29,36 @@ Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 _COMPARED = 32  # token ids whose texts a server's tokenizer is compared by
 
 
-def names_teacher(config: RewardConfig) -> bool:
+def names_teacher(config: Config, models: ModelFiles) -> bool:
     """Tells if reward.model is a language model, not a reward model."""
-    path = config.model
-    return path is not None and (config.teacher_url or not huggingface.load_config(path).scored)
+    judge = models.judge
+    return config.reward.teacher_url or (judge is not None and not judge.config.scored)
 
 
 @contextmanager
 def open_teacher(
-    config: Config, tokenizer: Tokenizer, *, layout: Layout, hosts: Hosts
+    config: Config, models: ModelFiles, *, layout: Layout, hosts: Hosts
 ) -> Iterator[Teacher | None]:
-    """Opens the teacher of a run whose policy has the tokenizer; None if the config names none. A
-    server is asked by process 0; a model in a directory runs on the learner's devices.
+    """Opens the teacher of a run; None if the config names none. A server is asked by process 0; a
+    model in a directory runs on the learner's devices.
 
     Raises:
       ValueError: for a model or a server that cannot be used; the message names the key.
     """
-    if not names_teacher(config.reward):
+    if not names_teacher(config, models):
         yield None
     elif not config.reward.teacher_url:
-        yield hosts.on_all(_load_teacher(config, tokenizer, layout=layout))
+        yield hosts.on_all(_load_teacher(config, models, layout=layout))
     elif hosts.leads:
-        with closing(_connect(config, tokenizer)) as client:
+        with closing(_connect(config, models.policy)) as client:
             yield functools.partial(_ask, client)
     else:
         yield None
 
 
-def _load_teacher(config: Config, tokenizer: Tokenizer, *, layout: Layout) -> Teacher:
+def _load_teacher(config: Config, models: ModelFiles, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
-    model, params = load_judge(config, tokenizer, layout=layout, output="tokens")
+    model, params = load_judge(config, models, layout=layout, output="tokens")
     model = model._replace(temperature=config.sampling.temperature)
     shardings = layout.constraints(model.specs)
     score = make_score(model, precision=config.precision, param_shardings=shardings)
@@ -84,8 +83,8 @@ def score_completions(
     return found
 
 
-def _connect(config: Config, tokenizer: Tokenizer) -> VllmScorer:
-    url = config.reward.model
+def _connect(config: Config, policy: Checkpoint) -> VllmScorer:
+    url, tokenizer = config.reward.model, policy.tokenizer
     assert url is not None
     key, c = known_key(), config.sampler
     server = VllmServer(url, timeout=c.timeout, api_key=key)
@@ -114,7 +113,7 @@ def _connect(config: Config, tokenizer: Tokenizer) -> VllmScorer:
     return VllmScorer(
         [url],
         max_positions=longest,
-        vocab_size=huggingface.load_config(config.model.path).vocab_size,
+        vocab_size=policy.config.vocab_size,
         max_requests=c.max_requests,
         timeout=c.timeout,
         headers=headers(key),

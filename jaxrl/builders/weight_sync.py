@@ -33,6 +33,7 @@ from jaxrl.bridge import (
 )
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core import Hosts, Precision
+from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Model, Params, lora
 from jaxrl.sampling import VllmSampler
 
@@ -54,7 +55,7 @@ class WeightRoute(NamedTuple):
     params: Any  # the learner's parameters: the model's, or lora.Adapted
     version: int  # their policy version
     precision: Precision  # the dtypes that they are sent and used in
-    model_dir: Path  # the checkpoint with the model's config and tokenizer
+    checkpoint: Checkpoint  # has the model's config and tokenizer
 
 
 class Sync(NamedTuple):
@@ -140,7 +141,7 @@ def open_send(
             servers,
             delivery,
             specs=adapters.specs,
-            base=str(weights.model_dir),
+            base=str(weights.checkpoint.directory),
             wire=wire,
             publish_base=publish_base,
             keep=adapters.keep,

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from jaxrl import data, huggingface
+from jaxrl import data
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import rendering, sampling_params
@@ -23,6 +23,7 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.data import check_characters
+from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import EmbeddedSampler
 
 
@@ -64,16 +65,16 @@ def main(argv: Sequence[str]) -> int:
     texts = arguments.prompts or _lines()
     config = find_inputs(config)
     precision = config.precision
-    tokenizer = huggingface.load_tokenizer(config.model.path)
-    positions = huggingface.load_config(config.model.path).max_positions
+    checkpoint = Checkpoint(config.model.path)
+    tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
     prompts = _tokenise(texts, tokenizer, config, positions=positions)
     layout = make_layout(MeshConfig(), precision=precision)
-    model, params = load_model(config.model.path, layout=layout, dtype=precision.params)
+    model, params = load_model(checkpoint, layout=layout, dtype=precision.params)
     c = config.sampling
     sampler = EmbeddedSampler(model, params, precision=precision, max_batch=c.max_batch)
     room = positions - max(map(len, prompts), default=0)
     sampling = dataclasses.replace(
-        sampling_params(c, config.model.path, tokenizer, seed=config.seed),
+        sampling_params(c, checkpoint, seed=config.seed),
         max_tokens=min(c.max_tokens, room),
         temperature=0.0 if arguments.greedy else c.temperature,
         top_p=c.top_p,

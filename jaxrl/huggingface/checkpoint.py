@@ -1,35 +1,105 @@
-"""Hugging Face checkpoint directories <-> parameters, driven by the `ParamSpec`s.
+"""Reading of Hugging Face checkpoint directories: config, tokenizer and parameters.
 
-Tensors are read one by one from memory-mapped files and written bit for bit. Every tensor of a
-checkpoint is used exactly once; a missing, surplus or misshapen one is an error that names it.
+Tensors are read one by one from memory-mapped files, bit for bit. Every tensor of a checkpoint is
+used exactly once; a missing, surplus or misshapen one is an error that names it.
 """
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import save_file
 
 from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
 from jaxrl.huggingface.config import convert
-from jaxrl.huggingface.config.file import load_config
-from jaxrl.huggingface.files import INDEX, SINGLE, read_parameter, write_json
-from jaxrl.huggingface.tensors.names import checked_tensors, unused_tensors, with_unused
-from jaxrl.huggingface.tokenizer import copy_tokenizer
+from jaxrl.huggingface.config.file import read_config
+from jaxrl.huggingface.config.quantization import Block, quant_method, read_block
+from jaxrl.huggingface.files import named, read_parameter
+from jaxrl.huggingface.tensors.names import checked_tensors
+from jaxrl.huggingface.tokenizer import load_tokenizer, read_end_ids
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
-from jaxrl.models.spec import Params, ParamSpec
+from jaxrl.models.spec import Params
 
 # (path such as "layers/q", host array) -> array in its final place.
 Put = Callable[[str, np.ndarray], Any]
+
+
+class Checkpoint:
+    """A model in a directory of the Hugging Face format. Nothing is read before it is asked for,
+    and config.json and the tokenizer are read once.
+
+    The states that a run saves to resume from are `jaxrl.learner.Checkpoints`.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The JSON object in config.json; raises as `read_config`."""
+        return read_config(self.directory)
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """The decoder that config.json describes.
+
+        Raises:
+          ValueError: as `read_config` and `from_hf_config`; the message names the file.
+        """
+        content = self.content
+        with named(self.directory / "config.json"):
+            return convert.from_hf_config(content)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, a `transformers.PreTrainedTokenizerBase`; raises as `load_tokenizer`."""
+        return load_tokenizer(self.directory, vocab_size=self.config.vocab_size)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids of the tokens that end a completion, sorted: the model's and the tokenizer's;
+        raises as `read_end_ids`."""
+        found = {*read_end_ids(self.directory, self.config), self.tokenizer.eos_token_id}
+        return tuple(sorted(int(end) for end in found if end is not None))
+
+    @property
+    def is_quantised(self) -> bool:
+        """True if weights are in MXFP4 or FP8."""
+        return quant_method(self.content) in ("mxfp4", "fp8")
+
+    @property
+    def block(self) -> Block | None:
+        """Rows and columns of a weight that share a factor in FP8; None in other formats. Raises as
+        `read_block`."""
+        with named(self.directory / "config.json"):
+            return read_block(self.content)
+
+    def load(
+        self,
+        *,
+        dtype: DType | None,
+        put: Put = lambda path, array: jnp.asarray(array),
+        scored: bool = False,
+    ) -> Params:
+        """Reads the parameters, one at a time; the arguments and errors are those of `load`."""
+        config = self.config
+        named_as_read = dataclasses.replace(config, scored=True) if scored else config
+        values: dict[str, Any] = {}
+        with checked_tensors(self.directory, config, block=self.block) as tensors:
+            for path, one in spec.flatten(param_specs(named_as_read)).items():
+                if path == "score" and not config.scored:
+                    value = np.zeros(one.shape, dtype or np.float32)
+                else:
+                    value = read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype))
+                values[path] = put(path, value)
+        return traverse_util.unflatten_dict(values, sep="/")
 
 
 def load(
@@ -39,7 +109,7 @@ def load(
     put: Put = lambda path, array: jnp.asarray(array),
     scored: bool = False,
 ) -> tuple[DecoderConfig, Params]:
-    """Reads a checkpoint, one parameter at a time.
+    """Reads the config and the parameters of a checkpoint.
 
     Args:
       directory: holds config.json and model.safetensors or its shards and their index.
@@ -52,154 +122,8 @@ def load(
     Raises:
       FileNotFoundError: if a file is missing.
       ValueError: if a file is corrupt, a tensor is missing, surplus or misshapen, or a dtype is not
-        floating-point; the message names it. Also as `load_config`.
+        floating-point; the message names it. Also as `Checkpoint.config`.
     """
-    config = load_config(directory)
-    named_as_read = dataclasses.replace(config, scored=True) if scored else config
-    values: dict[str, Any] = {}
-    with checked_tensors(Path(directory), config) as tensors:
-        for path, one in spec.flatten(param_specs(named_as_read)).items():
-            if path == "score" and not config.scored:
-                value = np.zeros(one.shape, dtype or np.float32)
-            else:
-                value = read_parameter(one, tensors, dtype=dtype and dtype_of(path, dtype))
-            values[path] = put(path, value)
-    params = traverse_util.unflatten_dict(values, sep="/")
-    return config.as_scorer() if scored else config, params
-
-
-def save(
-    directory: str | Path,
-    params: Params,
-    config: DecoderConfig,
-    *,
-    dtype: DType,
-    source_dir: str | Path | None = None,
-    max_shard_bytes: int = 5 * 2**30,
-) -> None:
-    """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM can load. For a reward
-    model it is `AutoModelForSequenceClassification` instead.
-
-    Args:
-      directory: created if it does not exist; weights of an earlier save are replaced.
-      params: the decoder's parameters, on any devices; fetched one at a time.
-      config: the decoder's.
-      dtype: dtype to cast tensors to.
-      source_dir: directory to copy tokenizer and generation files from, and the tensors that
-        training does not use (`checkpoint_tensors.unused_tensors`), those as they are there.
-      max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
-        an index.
-
-    Raises:
-      ValueError: if `params` are not those of `config`; the message names the parameter. Also if
-        the model is wrapped, and `source_dir` does not have it; or if that is `directory`, and
-        has tensors to keep.
-    """
-    save_tensors(
-        directory,
-        _tensors(params, spec.flatten(param_specs(config)), dtype=dtype),
-        config,
-        dtype=dtype,
-        source_dir=source_dir,
-        max_shard_bytes=max_shard_bytes,
-    )
-
-
-def save_tensors(
-    directory: str | Path,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    config: DecoderConfig,
-    *,
-    dtype: DType,
-    source_dir: str | Path | None = None,
-    max_shard_bytes: int = 5 * 2**30,
-) -> None:
-    """Writes a checkpoint as `save`, from a stream of (Hugging Face name, tensor).
-
-    Tensors are in `dtype` and in the order of the decoder's specs. Their shapes are those of
-    Hugging Face, one tensor per layer or expert.
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    flat = spec.flatten(param_specs(config))
-    content = convert.to_hf_config(config, dtype=np.dtype(dtype).name)
-    with unused_tensors(source_dir, config) as unused:
-        if unused and source_dir is not None and directory.samefile(source_dir):
-            raise ValueError(
-                f"{directory} holds tensors that are to be kept ({next(iter(unused))!r}); write to "
-                "another directory"
-            )
-        content = with_unused(content, source_dir, config, unused=unused)
-        sizes = _sizes(flat, dtype=dtype) | {name: one.nbytes for name, one in unused.items()}
-        stream = itertools.chain(tensors, ((name, one.read()) for name, one in unused.items()))
-        listed = _write_shards(directory, stream, sizes, max_bytes=max_shard_bytes)
-    write_json(directory / "config.json", content)
-    # Files left by an earlier save with another number of shards would be read instead of these.
-    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
-        if path.name not in listed:
-            path.unlink(missing_ok=True)
-    if source_dir is not None:
-        copy_tokenizer(source_dir, directory)
-
-
-def _sizes(flat: Mapping[str, ParamSpec], *, dtype: DType) -> dict[str, int]:
-    """Lists the bytes of each tensor of a decoder by its Hugging Face name."""
-    return {
-        name: dtype_of(path, dtype).itemsize * math.prod(one.tensor_shape)
-        for path, one in flat.items()
-        for name in one.hf_names()
-    }
-
-
-def _write_shards(
-    directory: Path,
-    tensors: Iterator[tuple[str, np.ndarray]],
-    sizes: Mapping[str, int],
-    *,
-    max_bytes: int,
-) -> set[str]:
-    """Writes tensors in the order of `sizes`, and an index of several files; returns the names of
-    the files."""
-    shards = _plan_shards(sizes, max_bytes=max_bytes)
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
-        content = dict(next(tensors) for _ in names)
-        # transformers rejects files without this metadata.
-        save_file(content, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) == 1:
-        return {SINGLE}
-    metadata = {"total_size": sum(sizes.values())}
-    write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    return {INDEX, *weight_map.values()}
-
-
-def _plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    room = max_bytes
-    for name, size in sizes.items():
-        if size > room and shards[-1]:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _tensors(
-    params: Params, flat: Mapping[str, ParamSpec], *, dtype: DType
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (Hugging Face name, host tensor) in the order of the specs."""
-    given: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    if unknown := sorted(set(given) ^ set(flat)):
-        raise ValueError(f"parameters do not fit the config: {', '.join(unknown)}")
-    for path, one in flat.items():
-        if given[path].shape != one.shape:
-            raise ValueError(
-                f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
-            )
-        value = np.asarray(given[path]).astype(dtype_of(path, dtype))
-        value = one.swap(value).reshape(-1, *one.tensor_shape)
-        for name, tensor in zip(one.hf_names(), value, strict=True):
-            yield name, np.ascontiguousarray(tensor)
+    checkpoint = Checkpoint(directory)
+    params = checkpoint.load(dtype=dtype, put=put, scored=scored)
+    return checkpoint.config.as_scorer() if scored else checkpoint.config, params

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl import huggingface
 from jaxrl.core.precision import Precision
 from jaxrl.huggingface import hub
+from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.models.model import Model, decoder
 from jaxrl.models.spec import Params
 
@@ -39,11 +39,9 @@ def load(directory: str | Path, *, precision: Precision | str = "fp32") -> Pretr
       ValueError: if the directory does not exist, its files do not fit together, or it holds a
         reward model; the message names the file or tensor.
     """
-    directory = hub.local_directory(str(directory))
-    tokenizer = huggingface.load_tokenizer(directory)
-    config, params = huggingface.load(directory, dtype=Precision.of(precision).params)
-    if config.scored:
+    checkpoint = Checkpoint(hub.local_directory(str(directory)))
+    stop = tuple((end,) for end in checkpoint.end_ids)
+    params = checkpoint.load(dtype=Precision.of(precision).params)
+    if checkpoint.config.scored:
         raise ValueError(f"{directory} is a reward model; a causal language model is required")
-    ends = {*huggingface.load_end_ids(directory), tokenizer.eos_token_id} - {None}
-    stop = tuple((int(end),) for end in sorted(ends))
-    return Pretrained(decoder(config), params, tokenizer, stop)
+    return Pretrained(decoder(checkpoint.config), params, checkpoint.tokenizer, stop)

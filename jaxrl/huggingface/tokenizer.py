@@ -4,20 +4,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxrl.huggingface.config.file import load_config
 from jaxrl.huggingface.config.keys import token_ids
 from jaxrl.huggingface.files import check_file, named, read_object, shown
+from jaxrl.models.families import DecoderConfig
 
 
-def load_tokenizer(directory: str | Path) -> Any:
-    """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`.
+def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
+    """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`. Read
+    config.json before: transformers reads it, too, with worse errors.
 
     Raises:
-      ValueError: as `load_config`, and for a tokenizer that transformers cannot load or that has
-        tokens outside of the model's vocabulary; the message names the file or directory.
+      ValueError: for a tokenizer that transformers cannot load or that has tokens outside of the
+        model's vocabulary; the message names the file or directory.
     """
-    directory = Path(directory)
-    config = load_config(directory)  # transformers reads it, too, with worse errors
     for path in (directory / name for name in _TOKENIZER_FILES):
         if path.exists():
             check_file(path)
@@ -47,11 +46,11 @@ def load_tokenizer(directory: str | Path) -> Any:
         ) from None
     if len(vocabulary) == len(tokenizer.get_added_vocab()):
         raise ValueError(f"{directory} has no tokenizer: no file holds a vocabulary")
-    last, size = max(vocabulary, key=vocabulary.__getitem__), config.vocab_size
-    if vocabulary[last] >= size:
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[last] >= vocab_size:
         raise ValueError(
             f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
-            f"vocab_size={size} in config.json; remove the token or resize the embeddings"
+            f"vocab_size={vocab_size} in config.json; remove the token or resize the embeddings"
         )
     return tokenizer
 
@@ -75,15 +74,14 @@ def _unreadable(directory: Path) -> str:
     return f"{directory} ({', '.join(others) or 'no tokenizer.json'})"
 
 
-def load_end_ids(directory: str | Path) -> tuple[int, ...]:
-    """Reads the token ids that end a completion, from config.json and generation_config.json. Chat
+def read_end_ids(directory: Path, config: DecoderConfig) -> tuple[int, ...]:
+    """Returns the token ids that end a completion by config.json and generation_config.json. Chat
     models often list theirs only in the latter.
 
     Raises:
-      ValueError: if they are not ids of the vocabulary, or as `load_config`.
+      ValueError: if they are not ids of the vocabulary; the message names the file.
     """
-    config = load_config(directory)
-    path = Path(directory) / "generation_config.json"
+    path = directory / "generation_config.json"
     if not path.exists():
         return config.eos_ids
     raw = read_object(path)

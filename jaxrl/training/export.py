@@ -13,17 +13,21 @@ from jaxrl.builders.learner import Learning
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import DType, Hosts
-from jaxrl.huggingface import save_adapter
+from jaxrl.huggingface import Checkpoint, save_adapter
 from jaxrl.models import Model, Params, lora
 from jaxrl.sharding import fetch
 from jaxrl.tracking.plots import draw_run
 from jaxrl.tracking.tracker import read_metrics
 
 
-def export(config: Config, learning: Learning, *, params: Params, hosts: Hosts) -> Path:
+def export(
+    config: Config, learning: Learning, *, source: Checkpoint, params: Params, hosts: Hosts
+) -> Path:
     """Writes the model of a training run, with its served weights, and draws the curves; returns
     the model's directory."""
-    model = write_model(config, params, model=learning.model, specs=learning.specs, hosts=hosts)
+    model = write_model(
+        config, params, source=source, model=learning.model, specs=learning.specs, hosts=hosts
+    )
 
     def draw() -> None:
         directory = Path(config.run_dir)
@@ -41,10 +45,16 @@ def model_dtype(config: Config | SupervisedConfig) -> DType:
 
 
 def write_model(
-    config: Config | SupervisedConfig, params: Any, *, model: Model, specs: Any, hosts: Hosts
+    config: Config | SupervisedConfig,
+    params: Any,
+    *,
+    source: Checkpoint,
+    model: Model,
+    specs: Any,
+    hosts: Hosts,
 ) -> Path:
     """Writes a run's model to `model` in its directory as a Hugging Face checkpoint, with tensors
-    in `model_dtype`. All processes must call it.
+    in `model_dtype`; `source` is what the run began with. All processes must call it.
 
     Adapters, `params` of `lora.Adapted`, are merged into the model, and also written to `adapter`
     in their own dtype.
@@ -52,16 +62,16 @@ def write_model(
     Returns:
       The model's directory, on every process once it is complete.
     """
-    directory, base, dtype = Path(config.run_dir), config.model.path, model_dtype(config)
+    directory, dtype = Path(config.run_dir), model_dtype(config)
     tensors = ParamsSource(lora.merge(params), model.specs, dtype=dtype)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 
     def write(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         huggingface.save_tensors(
-            directory / "model", tensors, model.config, dtype=dtype, source_dir=base
+            directory / "model", tensors, model.config, dtype=dtype, source=source
         )
         if adapters is not None:
-            own = jax.tree.leaves(adapters)[0].dtype
+            own, base = jax.tree.leaves(adapters)[0].dtype, str(source.directory)
             save_adapter(directory / "adapter", adapters, specs=specs, base=base, dtype=own)
 
     hosts.consume_on_leader(tensors, write)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, open_learning
+from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     config: Config  # of the run, with the changes of its rollbacks
     hosts: Hosts  # the processes of the run
     source: RolloutSource  # prompts, and what samples and scores rollouts of them
+    models: ModelFiles  # the checkpoints that it began with
     learning: Learning  # the compiled learner, and its critic if the recipe has one
     publish: Publish  # sends weights to the sampler
     score: Score | None  # the server's log-probs of given tokens; None without a server
@@ -65,20 +67,20 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
-    recipe, apart = make_recipe(config), config.sampler.devices
+    recipe, apart, models = make_recipe(config), config.sampler.devices, find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
-    task = load_task(config, splits=("train", "test") if hosts.leads else ())
-    learning, state = open_learning(config, recipe, layout=layout)
+    task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
+    learning, state = open_learning(config, recipe, models=models, layout=layout)
     episode_runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=learning.model.config.vocab_size
     )
-    params = sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed)
-    reward_model = None
-    if names_teacher(config.reward):
+    params = sampling_params(config.sampling, models.policy, seed=config.seed)
+    reward_model, teaches = None, names_teacher(config, models)
+    if teaches:
         # A teacher is no part of the reward.
         task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
-    elif config.reward.model is not None:
-        reward_model = hosts.on_all(load_reward_model(config, task.tokenizer, layout=layout))
+    elif models.judge is not None:
+        reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
     hosts.on_leader(lambda: check_config(directory, config))
     checkpoints = Checkpoints(
         directory / "checkpoints",
@@ -86,13 +88,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         keep_best=config.checkpoint.keep_best,
     )
     state, progress = restore(checkpoints, state, precision=config.precision)
-    model_dir = Path(config.model.path)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
         open_sampler(
             config.sampler,
             WeightRoute(
-                learning.model, state.policy.params, progress.step, config.precision, model_dir
+                learning.model, state.policy.params, progress.step, config.precision, models.policy
             ),
             layout=layout,
             needs=_sampler_needs(config, learning),
@@ -101,7 +102,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             hosts=hosts,
         ) as serving,
         closing(checkpoints),
-        open_teacher(config, task.tokenizer, layout=layout, hosts=hosts) as teacher,
+        open_teacher(config, models, layout=layout, hosts=hosts) as teacher,
     ):
         source = RolloutSource(
             config=config,
@@ -117,6 +118,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             config=config,
             hosts=hosts,
             source=source,
+            models=models,
             learning=learning,
             publish=serving.publish,
             score=serving.score,
@@ -126,7 +128,8 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         )
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
-        warnings = (*repaired, missing, *_notes(config, task, hosts=hosts), change)
+        notes = _notes(config, task, teaches=teaches, hosts=hosts)
+        warnings = (*repaired, missing, *notes, change)
         for line in filter(None, (*warnings, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
@@ -171,13 +174,13 @@ def _open_tracker(
     )
 
 
-def _notes(config: Config, task: TaskData, *, hosts: Hosts) -> Iterator[str]:
+def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
     if (advice := disagreement(config.precision)) is not None:
         yield f"learner and sampler compute differently: {advice}"
-    if names_teacher(config.reward):
+    if teaches:
         yield (
             f"reward.model = {config.reward.model!r} is a language model: it teaches each token "
             f"with weight {config.reward.model_weight:g}, and is no part of the reward"

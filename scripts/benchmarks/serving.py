@@ -39,7 +39,7 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
         huggingface.save(directory / "model", params, config, dtype=dtype)
         with starting_server(
             ServerConfig(vllm_args=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
-            directory / "model",
+            huggingface.Checkpoint(directory / "model"),
             dtype=dtype,
             log=directory / "log",
             note=lambda text: None,

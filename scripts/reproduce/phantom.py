@@ -18,6 +18,7 @@ from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import parse
+from jaxrl.huggingface import Checkpoint
 from jaxrl.losses import ratios
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.scores import Scores
@@ -115,7 +116,7 @@ def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Seq
 def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[StartingServer]:
     return starting_server(
         ServerConfig(kv_cache_bytes=64 << 20),
-        directory / "model-0",
+        Checkpoint(directory / "model-0"),
         dtype=dtype,
         log=directory / f"vllm-{dtype.name}.log",
         note=print,

@@ -18,7 +18,7 @@ from tests.documented import ROOT
 
 MIB = 1 << 20
 OPTIONS = ServerOptions(python=Path("python"), dtype="bfloat16", max_model_len=4097)
-QWEN3_8B = huggingface.load_config(ROOT / "configs/models/qwen3_8b")
+QWEN3_8B = huggingface.Checkpoint(ROOT / "configs/models/qwen3_8b").config
 
 
 def size(given, *, completions=1, free=64 << 30, **changes):
@@ -72,7 +72,7 @@ def test_errors_come_before_a_server_starts(tmp_path):
         config = SamplerConfig(python=str(tmp_path / "python"), **keys)
         with starting_server(
             config,
-            tmp_path,
+            huggingface.Checkpoint(tmp_path),
             dtype=np.dtype(np.float32),
             log=tmp_path / "log",
             note=print,

@@ -310,7 +310,9 @@ def test_export_writes_the_requested_checkpoint(material, tmp_path, capsys):
     )
     (tmp_path / "config.toml").write_text(toml_file.dumps(config))
     model, params = load_model(
-        config.model.path, layout=make_layout(config.mesh), dtype=np.dtype(np.float32)
+        huggingface.Checkpoint(config.model.path),
+        layout=make_layout(config.mesh),
+        dtype=np.dtype(np.float32),
     )
     made = policy.make_learner(
         model,

@@ -20,11 +20,12 @@ import pytest
 import tomli_w
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from jaxrl import huggingface
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
+from jaxrl.huggingface import checkpoint
+from jaxrl.huggingface.checkpoint import Checkpoint
 from tests import tiny
 
 COUNT = int(os.environ.get("JAXRL_MUTATIONS", "60"))
@@ -105,7 +106,7 @@ def material(tmp_path_factory) -> Path:
         )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        patch.setattr(huggingface, "load_tokenizer", functools.cache(huggingface.load_tokenizer))
+        patch.setattr(checkpoint, "load_tokenizer", functools.cache(checkpoint.load_tokenizer))
         for module in ("run.open_learning", "supervised.sft.set_up", "supervised.dpo.set_up"):
             patch.setattr(f"jaxrl.training.{module}", _started)
         patch.setattr("jaxrl.training.supervised.reward_model.set_up", _started)
@@ -251,7 +252,7 @@ def test_bytes_of_data(material, command, suffix, data):
 @mutations
 @given(st.one_of(TEMPLATES, st.sampled_from([3, ["x"], {"default": "x"}, {}])))
 def test_chat_templates(material, template):
-    tokenizer = huggingface.load_tokenizer("model")
+    tokenizer = Checkpoint("model").tokenizer
     kept, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         ended, text = attempt(

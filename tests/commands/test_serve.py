@@ -1,7 +1,6 @@
 """`jaxrl serve`, and the servers that a run starts."""
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from jaxrl.commands.serve import command
 from jaxrl.config import toml_file
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.core.precision import PRESETS
+from jaxrl.huggingface.checkpoint import Checkpoint
 from tests import tiny
 from tests.run_config import run_config
 
@@ -23,7 +23,7 @@ def opened(config, directory):
     """The sampler of a run, without weights."""
     return sampler.open_sampler(
         config.sampler,
-        WeightRoute(tiny.model(), {}, 0, PRESETS["fp32"], Path("m")),
+        WeightRoute(tiny.model(), {}, 0, PRESETS["fp32"], Checkpoint("m")),
         layout=make_layout(config.mesh),
         needs=sampler.SamplerNeeds(config.longest_sequence, max_batch=1),
         directory=directory,

@@ -128,7 +128,7 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     (before / "config.json").write_text(json.dumps(raw))
     config, params = huggingface.load(before, dtype=None)
     settings = {"dtype": np.dtype("float32"), "max_shard_bytes": 30_000}
-    huggingface.save(after, params, config, source_dir=before, **settings)
+    huggingface.save(after, params, config, source=huggingface.Checkpoint(before), **settings)
     assert tensors(after)[0] == tensors(before)[0]
     assert json.loads((after / "config.json").read_text())[key] == 1
     assert huggingface.load(after, dtype=None)[0] == config
@@ -136,7 +136,7 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     assert not info["missing_keys"]
     assert set(info["unexpected_keys"]) <= {name}
     with pytest.raises(ValueError, match=f"holds tensors that are to be kept .'{name}'."):
-        huggingface.save(before, params, config, source_dir=before, **settings)
+        huggingface.save(before, params, config, source=huggingface.Checkpoint(before), **settings)
     # Without their file, from another model, and in a reward model there are none.
     other = dataclasses.replace(config, bos_id=5)
     scorer = dataclasses.replace(config, scored=True)
@@ -147,7 +147,8 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
         (other, params, before),
         (scorer, scored, before),
     ):
-        huggingface.save(after, own, one, source_dir=source, dtype=np.dtype("float32"))
+        source = source and huggingface.Checkpoint(source)
+        huggingface.save(after, own, one, source=source, dtype=np.dtype("float32"))
         assert name not in tensors(after)[0]
         assert json.loads((after / "config.json").read_text()).get(key, 0) == 0
 
@@ -175,7 +176,8 @@ def test_save_replaces_an_earlier_save(tiny, tmp_path):
     out = tmp_path / "out"
     f32 = np.dtype("float32")
     huggingface.save(out, params, config, dtype=f32, max_shard_bytes=30_000)
-    huggingface.save(out, params, config, dtype=f32, source_dir=tmp_path / "source")
+    source = huggingface.Checkpoint(tmp_path / "source")
+    huggingface.save(out, params, config, dtype=f32, source=source)
     assert sorted(x.name for x in out.iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -186,9 +188,9 @@ def test_save_replaces_an_earlier_save(tiny, tmp_path):
 
 
 def test_generation_config_adds_end_ids(broken):
-    assert huggingface.load_end_ids(broken) == (1,)
+    assert huggingface.Checkpoint(broken).end_ids == (1,)
     (broken / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
-    assert huggingface.load_end_ids(broken) == (1, 7)
+    assert huggingface.Checkpoint(broken).end_ids == (1, 7)
 
 
 def change(directory, function):
@@ -248,14 +250,14 @@ def test_a_damaged_file_is_named(broken):
 
 def test_missing_directory_error_says_where():
     with pytest.raises(ValueError, match=r"'org/model' is not a directory; relative paths start"):
-        huggingface.load_tokenizer("org/model")
+        _ = huggingface.Checkpoint("org/model").tokenizer
 
 
 def test_a_directory_around_a_model_is_explained(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has no config\.json; did you mean '.*/model'\?"):
-        huggingface.load_tokenizer(tmp_path)
+        _ = huggingface.Checkpoint(tmp_path).tokenizer
 
 
 def test_a_damaged_index_is_named(tmp_path):
@@ -361,7 +363,7 @@ def test_a_tokenizer_that_panics_is_named(part, tmp_path):
     file = write_checkpoint(tmp_path) / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | part))
     with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException"):
-        huggingface.load_tokenizer(tmp_path)
+        _ = huggingface.Checkpoint(tmp_path).tokenizer
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
@@ -369,7 +371,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     with pytest.raises(ValueError, match="has no tokenizer"):  # transformers makes an empty one
-        huggingface.load_tokenizer(directory)
+        _ = huggingface.Checkpoint(directory).tokenizer
 
 
 def test_save_refuses_parameters_of_another_config(tiny, tmp_path):
@@ -392,7 +394,7 @@ def test_no_code_of_a_checkpoint_is_run(name, tmp_path):
         if name is not None and key == "AutoTokenizer":
             described["tokenizer_class"] = name
         (directory / file).write_text(json.dumps(described))
-    huggingface.load_config(directory)
+    _ = huggingface.Checkpoint(directory).config
     with contextlib.suppress(ValueError):  # transformers' word that it would have to run code
-        huggingface.load_tokenizer(directory)
+        _ = huggingface.Checkpoint(directory).tokenizer
     assert not ran.exists()

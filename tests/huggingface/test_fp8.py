@@ -80,7 +80,7 @@ def test_fp8_checkpoint_becomes_bf16(stored, tmp_path):
     config, params = huggingface.load(directory, dtype=None)
     own = {str(path[-1]): x.dtype for path, x in jax.tree.leaves_with_path(params)}
     assert {dtype for name, dtype in own.items() if "f32" not in name} == {BF16}
-    huggingface.save(tmp_path, params, config, dtype=BF16, source_dir=directory)
+    huggingface.save(tmp_path, params, config, dtype=BF16, source=huggingface.Checkpoint(directory))
     written = load_file(tmp_path / "model.safetensors")
     assert len(read) > 40
     for name, value in read.items():
@@ -131,4 +131,4 @@ def test_other_quantisations_are_refused(change, named, stored, tmp_path):
     content["quantization_config"] = QUANTISATION | change
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=named):
-        huggingface.load_config(tmp_path)
+        _ = huggingface.Checkpoint(tmp_path).config

@@ -91,11 +91,11 @@ def test_logits_equal_those_of_transformers(family, tied, tmp_path):
 def test_export_keeps_every_tensor(stored, tmp_path):
     before, reference = stored
     config, params = huggingface.load(before, dtype=None)
-    huggingface.save(tmp_path, params, config, dtype=F32, source_dir=before)
+    huggingface.save(tmp_path, params, config, dtype=F32, source=huggingface.Checkpoint(before))
     assert bits(tmp_path) == bits(before)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["text_config"]["mtp_num_hidden_layers"] == 1
-    assert huggingface.load_config(tmp_path) == config
+    assert huggingface.Checkpoint(tmp_path).config == config
     again, info = type(reference).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     sizes = {key: getattr(reference.config.vision_config, key) for key in VISION}
@@ -107,7 +107,7 @@ def test_the_language_model_alone_can_be_written(stored, tmp_path):
     before, reference = stored
     config, params = huggingface.load(before, dtype=None)
     alone = dataclasses.replace(config, wrapped=False)
-    huggingface.save(tmp_path, params, alone, dtype=F32, source_dir=before)
+    huggingface.save(tmp_path, params, alone, dtype=F32, source=huggingface.Checkpoint(before))
     assert not any("visual" in name or "mtp" in name for name in bits(tmp_path))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     inner = type(again)(again.config).eval()
@@ -118,16 +118,16 @@ def test_the_language_model_alone_can_be_written(stored, tmp_path):
 def test_reward_model_starts_from_the_text_part(stored, tmp_path):
     config, params = huggingface.load(stored[0], dtype=F32, scored=True)
     assert not np.any(params["score"])
-    huggingface.save(tmp_path, params, config, dtype=F32, source_dir=stored[0])
+    huggingface.save(tmp_path, params, config, dtype=F32, source=huggingface.Checkpoint(stored[0]))
     assert huggingface.load(tmp_path, dtype=F32, scored=True)[0] == config
 
 
 @pytest.mark.parametrize("source", [None, "elsewhere"])
 def test_an_export_without_its_images_is_refused(source, stored, tmp_path):
     config, params = huggingface.load(stored[0], dtype=None)
-    source = source and tmp_path / source
+    source = source and huggingface.Checkpoint(tmp_path / source)
     with pytest.raises(ValueError, match=r"does not have the qwen3_5\w*_text model of images and"):
-        huggingface.save(tmp_path, params, config, dtype=F32, source_dir=source)
+        huggingface.save(tmp_path, params, config, dtype=F32, source=source)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_what_does_not_fit_is_named(change, named, stored, tmp_path):
     content = json.loads((stored[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | change))
     with pytest.raises(ValueError, match=named):
-        huggingface.load_config(tmp_path)
+        _ = huggingface.Checkpoint(tmp_path).config

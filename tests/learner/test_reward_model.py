@@ -94,7 +94,8 @@ def material(tmp_path_factory):
 
 
 def save(directory, *, source):
-    huggingface.save(directory, params(), CONFIG, dtype=FP32.params, source_dir=source)
+    source = huggingface.Checkpoint(source)
+    huggingface.save(directory, params(), CONFIG, dtype=FP32.params, source=source)
 
 
 def config(material, run_dir, **changes):

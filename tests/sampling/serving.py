@@ -16,6 +16,7 @@ from jaxrl.builders.servers import starting_server
 from jaxrl.builders.weight_sync import Adapters, WeightRoute
 from jaxrl.config.training import Config
 from jaxrl.core import precision
+from jaxrl.huggingface.checkpoint import Checkpoint
 from tests import tiny
 from tests.run_config import run_config
 
@@ -32,7 +33,7 @@ class Material(NamedTuple):
 def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
     with starting_server(
         config(directory).sampler,
-        directory / "model",
+        Checkpoint(directory / "model"),
         dtype=FP32.sampler,
         log=directory / f"vllm-{port}-{rank}.log",
         note=print,
@@ -60,10 +61,11 @@ def opened(
 ) -> Iterator[Serving]:
     made = config(material.directory, sampler__url=json.dumps(urls), **changes)
     layout = make_layout(made.mesh)
-    model, params, specs = load_trained(made, layout=layout)
+    checkpoint = Checkpoint(material.directory / "model")
+    model, params, specs = load_trained(made, checkpoint, layout=layout)
     with open_sampler(
         made.sampler,
-        WeightRoute(model, params, 0, FP32, material.directory / "model"),
+        WeightRoute(model, params, 0, FP32, checkpoint),
         layout=layout,
         directory=material.directory,
         note=note,

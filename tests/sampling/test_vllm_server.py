@@ -146,7 +146,7 @@ def test_served_teacher_equals_local_teacher(material):
     rollouts = [
         given_rollout(rng.integers(2, 64, n), rng.integers(2, 64, 13 - n)) for n in (1, 5, 12)
     ]
-    tokenizer = huggingface.load_tokenizer(directory / "model")
+    tokenizer = huggingface.Checkpoint(directory / "model").tokenizer
     found = []
     for model in (material.url, f"{directory}/model"):
         made = config(directory, reward__model=model)

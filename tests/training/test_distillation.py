@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxrl import huggingface, train
+from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.teacher import open_teacher, score_completions
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
@@ -40,8 +43,8 @@ def material(tmp_path_factory):
     directory = tmp_path_factory.mktemp("material")
     tiny.write_checkpoint(directory / "policy")
     params = tiny.params(1, config=CONFIG)
-    source = directory / "policy"
-    huggingface.save(directory / "teacher", params, CONFIG, dtype=FP32.wire, source_dir=source)
+    source = huggingface.Checkpoint(directory / "policy")
+    huggingface.save(directory / "teacher", params, CONFIG, dtype=FP32.wire, source=source)
     rows = [{"prompt": p, "answer": p} for p in ("ab", "cd", "ef", "gh")]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return directory
@@ -80,6 +83,20 @@ def test_the_policy_approaches_its_teacher(material):
     distances = [row["kl/teacher"] for row in rows]
     assert np.mean(distances[-2:]) < 0.9 * np.mean(distances[:2])
     assert [row["reward"] for row in rows] == [0.0] * len(rows)  # a teacher rewards nothing
+
+
+def test_a_run_reads_each_config_once(material, tmp_path, monkeypatch):
+    """Of the policy, and of a model that is both teacher and critic; until the model is written."""
+    read, read_text = Counter[Path](), Path.read_text
+
+    def counted(path: Path, **options: Any) -> str:
+        read[path] += path.name == "config.json"
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    critic = {"loss.name": "ppo", "critic.path": f"{material}/teacher"}
+    train.train(config(material, **critic, **{"train.steps": "1", "run_dir": str(tmp_path)}))
+    assert +read == {material / name / "config.json": 1 for name in ("policy", "teacher")}
 
 
 def test_a_teachers_scores_survive_a_checkpoint():
@@ -126,9 +143,10 @@ def url() -> Iterator[str]:
 
 def opened(config, decode):
     vocabulary = {str(i): i for i in range(64)}
-    tokenizer: Any = SimpleNamespace(get_vocab=lambda: vocabulary, decode=decode)
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, decode=decode)
+    policy: Any = SimpleNamespace(tokenizer=tokenizer, config=tiny.CONFIG)
     layout: Any = None
-    return open_teacher(config, tokenizer, layout=layout, hosts=Hosts())
+    return open_teacher(config, ModelFiles(policy, None, policy), layout=layout, hosts=Hosts())
 
 
 def test_served_teacher_scores_sampled_tokens(material, url):

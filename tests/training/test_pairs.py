@@ -11,7 +11,7 @@ from orbax.checkpoint import StandardCheckpointer
 
 from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import find_models, load_model
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.supervised import supervised_shape
 from jaxrl.cli import main
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(model):
-    return huggingface.load_tokenizer(model)
+    return huggingface.Checkpoint(model).tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     moved = measured[-1]["eval/logprobs/rejected"] - measured[0]["eval/logprobs/rejected"]
     ahead = measured[-1]["eval/reward/rejected"] / 0.5
     np.testing.assert_allclose(moved, ahead, rtol=1e-3)  # so the reference is the first policy
-    assert not huggingface.load_config(tmp_path / "model").scored
+    assert not huggingface.Checkpoint(tmp_path / "model").config.scored
 
 
 def state(run_dir, step):
@@ -306,7 +306,7 @@ def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypa
     keys = {"model.path": model, "data.path": "x", "reward.model": one / "model"}
     given_to = load(Config, overrides=[(key, str(value)) for key, value in keys.items()])
     layout = make_layout(MeshConfig())
-    judge, params = load_judge(given_to, tokenizer, layout=layout, output="scores")
+    judge, params = load_judge(given_to, find_models(given_to), layout=layout, output="scores")
     pairs_config = config(model, material, **{"train.packing": "false"})
     held_out = load_pairs(pairs_config.data, tokenizer, max_tokens=ROW_LENGTH).held_out
     batch = packed_pairs(held_out.pairs[:8], pairs_config).batch
@@ -373,6 +373,6 @@ def test_losses_by_name():
 
 def test_reward_model_is_not_a_language_model(reward_model):
     layout = make_layout(MeshConfig())
-    path = str(reward_model / "model")
+    checkpoint = huggingface.Checkpoint(reward_model / "model")
     with pytest.raises(ValueError, match="is a reward model; a causal language model is required"):
-        load_model(path, layout=layout, dtype=np.dtype("float32"))
+        load_model(checkpoint, layout=layout, dtype=np.dtype("float32"))

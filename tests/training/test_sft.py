@@ -69,7 +69,7 @@ def test_training_and_held_out_sums_are_disjoint(material):
 
 
 def test_texts_tokenize_to_prompt_completion_and_end(material):
-    tokenizer = huggingface.load_tokenizer(material / "untrained")
+    tokenizer = huggingface.Checkpoint(material / "untrained").tokenizer
     texts = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=96)
     row = json.loads((material / "sft.jsonl").read_text().splitlines()[0])
     first = texts.sequences[0]
@@ -83,7 +83,7 @@ def test_texts_tokenize_to_prompt_completion_and_end(material):
 
 def test_texts_train_from_the_second_token(material, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "abc"}\n')
-    tokenizer = huggingface.load_tokenizer(material / "untrained")
+    tokenizer = huggingface.Checkpoint(material / "untrained").tokenizer
     keys = {"data.path": f"{tmp_path}/texts.jsonl", "data.text_key": "text"}
     (one,) = sft.load_texts(config(material, "x", **keys).data, tokenizer, max_tokens=9).sequences
     assert tokenizer.decode([*one.prompt, *one.completion]) == "abc<|end|>"
@@ -94,7 +94,7 @@ def test_texts_train_from_the_second_token(material, tmp_path):
 
 
 def test_conversations_are_learnt_turn_by_turn(material, tmp_path):
-    tokenizer = huggingface.load_tokenizer(material / "untrained")
+    tokenizer = huggingface.Checkpoint(material / "untrained").tokenizer
     says = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
     messages = [{"role": role, "content": text} for role, text in says]
 
@@ -123,7 +123,7 @@ def test_conversations_are_learnt_turn_by_turn(material, tmp_path):
 
 def test_loss_is_completion_cross_entropy(material):
     """Against a plain softmax over unpacked sequences."""
-    tokenizer = huggingface.load_tokenizer(material / "untrained")
+    tokenizer = huggingface.Checkpoint(material / "untrained").tokenizer
     sequences = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=96).sequences[:3]
     decoder_config, params = huggingface.load(material / "untrained", dtype=np.dtype(np.float32))
     model, precision = decoder(decoder_config), PRESETS["fp32"]
@@ -166,7 +166,7 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     _, after = huggingface.load(result.model, dtype=None)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
     assert all(jax.tree.leaves(changed))
-    tokenizer = huggingface.load_tokenizer(result.model)
+    tokenizer = huggingface.Checkpoint(result.model).tokenizer
     assert tokenizer.decode([3]) == "<|user|>"
 
 

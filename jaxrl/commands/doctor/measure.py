@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl import huggingface
 from jaxrl.bridge import VllmServer, known_key
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
@@ -42,6 +41,7 @@ from jaxrl.diagnostics import (
     split,
 )
 from jaxrl.environments import as_rollout
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import Learner, make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import Model, Params, sequence_alignment
@@ -51,6 +51,7 @@ from jaxrl.sharding import Layout
 
 class _Inputs(NamedTuple):
     config: DoctorConfig
+    checkpoint: Checkpoint
     model: Model
     params: Params  # f32
     layout: Layout
@@ -107,12 +108,13 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
 
 def _load_inputs(config: DoctorConfig) -> _Inputs:
     layout = make_layout(config.mesh)
-    path = config.model.path
-    tokenizer = huggingface.load_tokenizer(path)
+    checkpoint = Checkpoint(config.model.path)
     sampling = sampling_params(
-        SamplingConfig(max_tokens=config.sampling.max_tokens), path, tokenizer, seed=config.seed
+        SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
     )
-    model, params = load_model(path, layout=layout, dtype=np.dtype(np.float32), remat=config.remat)
+    model, params = load_model(
+        checkpoint, layout=layout, dtype=np.dtype(np.float32), remat=config.remat
+    )
     if config.data.path is None:
         ends = [stop[0] for stop in sampling.stop if len(stop) == 1]
         others = np.setdiff1d(np.arange(model.config.vocab_size), ends)
@@ -120,9 +122,9 @@ def _load_inputs(config: DoctorConfig) -> _Inputs:
         prompts = [rng.choice(others, 1).astype(np.int32) for _ in range(config.prompts)]
     else:
         rows = read_rows(config.data.path)
-        found = load_prompts(config.data, tokenizer, rows=rows, limit=config.prompts)
+        found = load_prompts(config.data, checkpoint.tokenizer, rows=rows, limit=config.prompts)
         prompts = [example.tokens for example in found.examples]
-    return _Inputs(config, model, params, layout, prompts, sampling)
+    return _Inputs(config, checkpoint, model, params, layout, prompts, sampling)
 
 
 def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None]) -> _Samples:
@@ -131,7 +133,7 @@ def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None
     out.mkdir(parents=True, exist_ok=True)
     with open_sampler(
         config.sampler,
-        WeightRoute(inputs.model, inputs.params, 0, precision, Path(config.model.path)),
+        WeightRoute(inputs.model, inputs.params, 0, precision, inputs.checkpoint),
         layout=layout,
         directory=out,
         note=note,

@@ -22,6 +22,7 @@ from jaxrl.commands.eval import scores
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
+from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import EmbeddedSampler
 from jaxrl.training.evaluate import Evaluation, evaluate, evaluate_greedily
 from jaxrl.training.rollouts.generate import RolloutSource
@@ -80,10 +81,11 @@ def _sources(config: Config, paths: Sequence[str]) -> list[RolloutSource]:
     here = config.model_copy(update={"sampler": SamplerConfig()})
     data = (config.data.model_copy(update={"eval_path": path}) for path in paths)
     configs = [here.model_copy(update={"data": one}) for one in data]
-    tasks = [load_task(one, splits=("test",)) for one in configs]  # errors come first
+    checkpoint = Checkpoint(config.model.path)
+    tasks = [load_task(one, checkpoint, splits=("test",)) for one in configs]  # errors come first
     divide_cpu(config)
     layout = make_layout(config.mesh, precision=config.precision, reserved=config.sampler.devices)
-    model, weights = load_model(config.model.path, layout=layout, dtype=config.precision.params)
+    model, weights = load_model(checkpoint, layout=layout, dtype=config.precision.params)
     sampler = EmbeddedSampler(
         model,
         weights,
@@ -96,7 +98,7 @@ def _sources(config: Config, paths: Sequence[str]) -> list[RolloutSource]:
             one,
             task,
             sampler,
-            sampling_params(config.sampling, config.model.path, task.tokenizer, seed=config.seed),
+            sampling_params(config.sampling, checkpoint, seed=config.seed),
             environment.make_episode_runner(
                 one, task.tokenizer, task.tools, vocab_size=model.config.vocab_size
             ),

@@ -14,7 +14,7 @@ from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Precision
-from jaxrl.huggingface import save_adapter
+from jaxrl.huggingface import Checkpoint, save_adapter
 from jaxrl.learner import CheckpointError, Checkpoints, LearnerState, checkpoint_view, make_update
 from jaxrl.models import Params, decoder, lora
 from jaxrl.sharding import placed
@@ -44,11 +44,11 @@ def export_checkpoint(
       CheckpointError: if there is no such checkpoint, or it is unreadable.
       ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
-    base, precision = config.model.path, config.precision
+    base, precision = Checkpoint(config.model.path), config.precision
     written = precision.params if only_adapters else model_dtype(config)
     if dtype is not None:
         written = Precision.parse(f"fp32,wire={dtype}").wire
-    found = huggingface.load_config(base)
+    found = base.config
     if isinstance(config, RewardModelConfig):
         found = found.as_scorer()
     model = decoder(found)
@@ -58,12 +58,12 @@ def export_checkpoint(
         raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
     chosen, params = _trained(config, specs=specs, run_dir=run_dir, step=step)
     if only_adapters:
-        save_adapter(directory, params, specs=specs, base=base, dtype=written)
+        save_adapter(directory, params, specs=specs, base=str(base.directory), dtype=written)
         return chosen
     if adapted:
-        _, frozen = huggingface.load(base, dtype=precision.wire, scored=model.config.scored)
+        frozen = base.load(dtype=precision.wire, scored=model.config.scored)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
-    huggingface.save(directory, params, model.config, dtype=written, source_dir=base)
+    huggingface.save(directory, params, model.config, dtype=written, source=base)
     return chosen
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl import huggingface
 from jaxrl.builders.layout import divide_cpu, make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
@@ -26,6 +25,7 @@ from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
 from jaxrl.data import Example, Tokenizer, read_rows
 from jaxrl.environments import load_rewards
+from jaxrl.huggingface import Checkpoint
 from jaxrl.tracking.display import ProgressDisplay
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def _filter(config: Config, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     out, samples, low, high = arguments.out, arguments.samples, arguments.low, arguments.high
-    tokenizer = huggingface.load_tokenizer(config.model.path)
+    tokenizer = Checkpoint(config.model.path).tokenizer
     prompts = load_prompts(config.data, tokenizer, rows=read_rows(config.data.path))
     examples = prompts.examples
     journal = pass_rate.Journal(
@@ -107,18 +107,18 @@ def _measure(
     done = len(journal.measured)
     if done == len(examples):
         return
-    precision = config.precision
+    precision, checkpoint = config.precision, Checkpoint(config.model.path)
     divide_cpu(config)
     layout = make_layout(config.mesh, precision=config.precision, reserved=config.sampler.devices)
     reward, *_ = load_rewards(
         config.reward.path, config.reward.function_weights, timeout=config.reward.timeout
     )
-    model, params = load_model(config.model.path, layout=layout, dtype=precision.params)
+    model, params = load_model(checkpoint, layout=layout, dtype=precision.params)
     with (
         ProgressDisplay("filter", start_step=done, total_steps=len(examples)) as progress,
         open_sampler(
             config.sampler,
-            WeightRoute(model, params, 0, precision, Path(config.model.path)),
+            WeightRoute(model, params, 0, precision, checkpoint),
             layout=layout,
             directory=arguments.out.parent,
             note=progress.note,
@@ -135,9 +135,7 @@ def _measure(
             examples,
             journal=journal,
             samples=arguments.samples,
-            sampling=sampling_params(
-                config.sampling, config.model.path, tokenizer, seed=config.seed
-            ),
+            sampling=sampling_params(config.sampling, checkpoint, seed=config.seed),
             reward=reward,
             tokenizer=tokenizer,
         ):

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxrl import huggingface, models
+from jaxrl import models
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.commands.plan.step import Step
@@ -88,8 +88,8 @@ def resident_memory(step: Step) -> ResidentMemory:
     if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
         reference = on_one(lora.trainable(step.state.params), dtype=precision.compute)
     reward_model = 0.0
-    if config.reward.model is not None and not config.reward.teacher_url:
-        specs = param_specs(huggingface.load_config(config.reward.model))
+    if step.models.judge is not None:
+        specs = param_specs(step.models.judge.config)
         reward_model = _weights(specs, layout, dtype=precision.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
@@ -123,8 +123,7 @@ def _critic(step: Step) -> float:
     config, precision = step.config, step.config.precision
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
-    path = config.critic.path or config.model.path
-    specs = param_specs(huggingface.load_config(path).as_scorer())
+    specs = param_specs(step.models.critic.config.as_scorer())
     params = models.abstract(specs, dtype=precision.params)
     optimizer = make_optimizer(config.optimizer, total_steps=config.optimizer_steps, specs=specs)
     held = {"params": params}

@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import build_learner, step_minibatch, step_shape
-from jaxrl.builders.model import choose_kernel, make_decoder, trained_specs
+from jaxrl.builders.model import ModelFiles, choose_kernel, find_models, make_decoder, trained_specs
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
@@ -25,6 +24,7 @@ class Step(NamedTuple):
 
     config: Config  # with `train.row_length`
     recipe: Recipe
+    models: ModelFiles  # only the config.json of each is read
     model: Model  # without weights
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
@@ -41,7 +41,8 @@ def make_step(config: Config, topology: Topology) -> Step:
     layout = make_layout(
         config.mesh, precision=precision, devices=topology.devices, reserved=config.sampler.devices
     )
-    sizes, recipe = huggingface.load_config(config.model.path), make_recipe(config)
+    models, recipe = find_models(config), make_recipe(config)
+    sizes = models.policy.config
     config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
     kernel = choose_kernel(config, sizes, layout=layout)
     model = make_decoder(sizes, layout=layout, remat=config.train.remat, attention=kernel)
@@ -53,6 +54,7 @@ def make_step(config: Config, topology: Topology) -> Step:
     return Step(
         config=config,
         recipe=recipe,
+        models=models,
         model=model,
         specs=specs,
         layout=layout,

@@ -25,7 +25,7 @@ from jaxrl.commands import options
 from jaxrl.commands.serve.replicas import Replica, open_replicas
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import Precision
-from jaxrl.huggingface import hub
+from jaxrl.huggingface import Checkpoint, hub
 
 
 class ServeConfig(ServerConfig):
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), ServeConfig, argv)
-    model_dir = Path(hub.local_directory(arguments.model_dir))
+    checkpoint = Checkpoint(hub.local_directory(arguments.model_dir))
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
     memory = free_memory() // config.replicas
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         log = Path(config.log)
         return starting_server(
             config,
-            model_dir,
+            checkpoint,
             dtype=Precision.parse(f"fp32,sampler={config.dtype}").sampler,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,

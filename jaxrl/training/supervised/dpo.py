@@ -8,10 +8,10 @@ import dataclasses
 
 import jax
 
-from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import Metrics, Minibatch, cast, check_parameters, jit, load_function, naming_keys
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, from_config, objective, preference
 from jaxrl.losses.preference import PairLoss
@@ -30,9 +30,9 @@ def train_dpo(config: DPOConfig) -> Result:
     """
     check_resumable(config)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
-    tokenizer = huggingface.load_tokenizer(config.model.path)
-    data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
-    setup = set_up(config)
+    checkpoint = Checkpoint(config.model.path)
+    data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
+    setup = set_up(config, checkpoint)
     initial = lora.trainable(setup.params)
     reference: Params = jit(cast, static_argnums=1)(initial, config.precision.compute)
     learner = make_learner(

@@ -106,7 +106,12 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = write_model(
-                config, params, model=setup.model, specs=setup.specs, hosts=hosts
+                config,
+                params,
+                source=setup.checkpoint,
+                model=setup.model,
+                specs=setup.specs,
+                hosts=hosts,
             )
         return result
 

@@ -1,9 +1,9 @@
 """Trains a reward model on pairs of completions (Bradley-Terry)."""
 
-from jaxrl import huggingface
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.core import Metrics, Minibatch, jit
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import Params
@@ -21,9 +21,9 @@ def train_reward_model(config: RewardModelConfig) -> Result:
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
     check_resumable(config)
-    tokenizer = huggingface.load_tokenizer(config.model.path)
-    data = load_pairs(config.data, tokenizer, max_tokens=config.train.row_length)
-    setup, center_rewards = set_up(config), config.loss.center_rewards
+    checkpoint = Checkpoint(config.model.path)
+    data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
+    setup, center_rewards = set_up(config, checkpoint), config.loss.center_rewards
     shardings = setup.param_shardings
     scores = make_scores(setup.model, precision=config.precision, param_shardings=shardings)
 

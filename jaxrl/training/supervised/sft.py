@@ -6,7 +6,6 @@ The learner is that of reinforcement learning; the objective is -logprob, withou
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxrl import huggingface
 from jaxrl.builders.prompts import rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
@@ -22,6 +21,7 @@ from jaxrl.data import (
     read_rows,
     read_text,
 )
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import cross_entropy, objective, token_mean
 from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, too_long_note
@@ -43,11 +43,11 @@ def finetune(config: SFTConfig) -> Result:
       ValueError: for data, a model or a run directory that cannot be used; the message names it.
     """
     check_resumable(config)
-    tokenizer = huggingface.load_tokenizer(config.model.path)
+    checkpoint = Checkpoint(config.model.path)
     texts = Texts([], 0)
     if Hosts().leads:
-        texts = load_texts(config.data, tokenizer, max_tokens=config.train.row_length)
-    setup = set_up(config)
+        texts = load_texts(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
+    setup = set_up(config, checkpoint)
     shape = supervised_shape(config, layout=setup.layout)
 
     def pack(sequences: Sequence[Rollout]) -> Minibatch:

@@ -63,7 +63,7 @@ def test_text():
     ],
 )
 def test_parameter_counts_are_as_published(name, billions):
-    specs = param_specs(huggingface.load_config(MODELS / name))
+    specs = param_specs(huggingface.Checkpoint(MODELS / name).config)
     assert round(parameter_count(specs) / 1e9, 2) == billions
 
 
