@@ -84,7 +84,7 @@ WHOLE = {
     "test_doctor.py",
     "test_engine.py",
     "test_examples.py",
-    "test_filter.py",
+    "test_pass_rates.py",
     "test_forgeries.py",
     "test_hosts.py",
     "test_install_torch.py",

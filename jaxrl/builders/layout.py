@@ -9,17 +9,16 @@ import jax
 
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.config.training import Config
 from jaxrl.core import Precision, check_products
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 
 
-def divide_cpu(config: Config) -> None:
+def divide_cpu(mesh: MeshConfig, sampler: SamplerConfig) -> None:
     """Has jax make as many devices of the CPU as [mesh] and the sampler's own need together, where
     the environment does not say how many. It must run before jax looks for devices."""
     named = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if config.sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
-        count = math.prod(config.mesh.sizes.values()) + config.sampler.devices
+    if sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        count = math.prod(mesh.sizes.values()) + sampler.devices
         jax.config.update("jax_num_cpu_devices", count)
 
 

@@ -5,6 +5,8 @@ or as lines on standard input.
 
 import argparse
 import dataclasses
+import functools
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,18 +15,17 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from jaxrl import data
-from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import load_model
+from jaxrl.builders.policy import open_policy
 from jaxrl.builders.prompts import rendering, sampling_params
+from jaxrl.builders.sampler import SamplerNeeds
 from jaxrl.commands import options
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
-from jaxrl.config.sampler import SamplingConfig
+from jaxrl.config.sampler import SamplerConfig, SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.data import check_characters
 from jaxrl.huggingface import Checkpoint
-from jaxrl.sampling import EmbeddedSampler
 
 
 class GenerateSamplingConfig(SamplingConfig):
@@ -46,6 +47,7 @@ class GenerateConfig(BaseConfig):
     model: ModelConfig
     prompt: PromptConfig = PromptConfig()
     sampling: GenerateSamplingConfig = GenerateSamplingConfig()
+    sampler: SamplerConfig = SamplerConfig()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,31 +64,41 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse(parser(), GenerateConfig, argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     texts = arguments.prompts or _lines()
     config = find_inputs(config)
-    precision = config.precision
     checkpoint = Checkpoint(config.model.path)
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
     prompts = _tokenise(texts, tokenizer, config, positions=positions)
-    layout = make_layout(MeshConfig(), precision=precision)
-    model, params = load_model(checkpoint, layout=layout, dtype=precision.params)
-    c = config.sampling
-    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=c.max_batch)
-    room = positions - max(map(len, prompts), default=0)
+    c, longest = config.sampling, max(map(len, prompts), default=0)
     sampling = dataclasses.replace(
         sampling_params(c, checkpoint, seed=config.seed),
-        max_tokens=min(c.max_tokens, room),
+        max_tokens=min(c.max_tokens, positions - longest),
         temperature=0.0 if arguments.greedy else c.temperature,
         top_p=c.top_p,
         top_k=c.top_k,
         min_p=c.min_p,
     )
-    for completion in sampler.sample(prompts, sampling, group_size=arguments.samples):
-        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        note = f" [truncated at {sampling.max_tokens} tokens]"
-        if completion.finish_reason == "stop":
-            note = ""
-        print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
+    needs = SamplerNeeds(
+        longest + sampling.max_tokens,
+        c.max_batch,
+        completions=min(config.sampler.max_requests, len(prompts)) * arguments.samples,
+    )
+    with open_policy(
+        checkpoint,
+        config.sampler,
+        mesh=MeshConfig(),
+        precision=config.precision,
+        needs=needs,
+        note=functools.partial(print, file=sys.stderr, flush=True),
+    ) as policy:
+        found = policy.sampler.sample(prompts, sampling, group_size=arguments.samples)
+        for completion in found:
+            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            note = f" [truncated at {sampling.max_tokens} tokens]"
+            if completion.finish_reason == "stop":
+                note = ""
+            print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0
 
 

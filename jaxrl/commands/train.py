@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
     from jaxrl.train import train
 
-    divide_cpu(config)
+    divide_cpu(config.mesh, config.sampler)
     return outcome.run(config, train, functools.partial(_conclude, run_dir=config.run_dir))
 
 

@@ -38,7 +38,8 @@ class Restored(NamedTuple, Generic[State]):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving is asynchronous; call `close` before the process ends.
+    """The states of one run that it can resume from. Saving is asynchronous; call `close` before
+    the process ends. A model in the Hugging Face format is a `jaxrl.huggingface.Checkpoint`.
 
     Every process of a run opens it and calls `save` and `restore` at the same steps. Only one run
     may write to a directory.

@@ -1,10 +1,12 @@
-"""Held-out evaluation: completions and their mean reward."""
+"""Evaluation of a policy: completions of prompts and their rewards."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.core import Rollout
+from jaxrl.data import Example
 from jaxrl.environments import environment_reward, episode_metrics, last_turn, score
 from jaxrl.sampling import SamplingParams
 from jaxrl.training.rollouts.generate import RolloutSource, generate
@@ -13,30 +15,44 @@ from jaxrl.training.rollouts.generate import RolloutSource, generate
 class Evaluation(NamedTuple):
     """S completions of each of N prompts, by prompt."""
 
-    accuracy: float  # mean of the first reward over the completions that it could score
-    completions: list[str]  # the N * S texts
     # f64[N, S], the first reward of each; NaN where it or the environment failed.
     rewards: np.ndarray
+    truncated: np.ndarray  # bool[N, S], completions that reached the limit of tokens
+    completions: list[str]  # the N * S texts
     numbers: dict[str, float]  # metrics of the episodes; empty without an environment
     # The N * S episodes with all of their tokens; empty without an environment.
     episodes: list[Rollout]
+    first_failure: str | None  # of the environment or the reward; None if neither failed
+
+    @property
+    def accuracy(self) -> float:
+        """The mean reward of the completions that could be scored."""
+        return float(np.nanmean(self.rewards))
+
+    def checked(self) -> "Evaluation":
+        """Returns the same; raises RuntimeError if no completion could be scored."""
+        if np.isnan(self.rewards).all():
+            raise RuntimeError(f"every completion failed to be scored; {self.first_failure}")
+        return self
 
 
 def evaluate_greedily(source: RolloutSource) -> Evaluation:
-    """Completes every held-out prompt once, without randomness; raises as `evaluate`."""
-    return evaluate(source, source.greedy, samples=1)
-
-
-def evaluate(source: RolloutSource, params: SamplingParams, *, samples: int) -> Evaluation:
-    """Completes every held-out prompt `samples` times and scores the completions by the first
-    reward function, usually 0 or 1, whose weight is not applied. Without functions, the environment
-    rewards them.
+    """Completes every held-out prompt once, without randomness.
 
     Raises:
       RuntimeError: if the reward or the environment fails on every completion.
     """
+    examples = source.task.held_out.examples if source.task.held_out is not None else ()
+    return evaluate(source, examples, params=source.greedy, samples=1).checked()
+
+
+def evaluate(
+    source: RolloutSource, examples: Sequence[Example], *, params: SamplingParams, samples: int
+) -> Evaluation:
+    """Completes every prompt `samples` times and scores the completions by the first reward
+    function, usually 0 or 1, whose weight is not applied. Without functions, the environment
+    rewards them."""
     task, failures = source.task, list[str | None]()
-    examples = task.held_out.examples if task.held_out is not None else ()
     noting = source._replace(note=failures.append)
     found = generate(noting, dict(enumerate(examples)), params=params, group_size=samples)
     ordered = sorted(found, key=lambda one: (one.rollout.group, one.index))
@@ -51,9 +67,12 @@ def evaluate(source: RolloutSource, params: SamplingParams, *, samples: int) -> 
         failures.append(scored.first_failure)
     episodes = [r for r in rollouts if r.episode is not None]
     broken = [r.episode is not None and r.episode.failed for r in rollouts]
-    rewards = np.where(broken, np.nan, rewards)
-    if np.isnan(rewards).all():
-        failure = next(filter(None, failures), None)
-        raise RuntimeError(f"every held-out completion failed to be scored; {failure}")
-    accuracy, rewards = float(np.nanmean(rewards)), rewards.reshape(len(examples), samples)
-    return Evaluation(accuracy, texts, rewards, episode_metrics(episodes), episodes)
+    shape = (len(examples), samples)
+    return Evaluation(
+        rewards=np.where(broken, np.nan, rewards).reshape(shape),
+        truncated=np.array([r.truncated for r in rollouts]).reshape(shape),
+        completions=texts,
+        numbers=episode_metrics(episodes),
+        episodes=episodes,
+        first_failure=next(filter(None, failures), None),
+    )

@@ -46,8 +46,10 @@ def write_material(directory: Path) -> None:
         lines = (directory / "train.jsonl").read_text().splitlines()[:CANDIDATES]
         (directory / "candidates.jsonl").write_text("\n".join(lines) + "\n")
         _jaxrl(
-            "filter",
+            "eval",
             "configs/sanity_test.toml",
+            "--samples=40",
+            "--keep=0.2:0.8",
             f"--out={out}",
             "--precision=fp32",
             f"--model.path={directory / 'base' / 'model'}",

@@ -254,7 +254,7 @@ def test_eval_and_generate_agree(material, tmp_path, capsys, monkeypatch):
     reward = ["--reward.path", "numeric_match", "--completions", str(completions)]
     assert main(["eval", *common, *length, *data, *reward]) == 0
     out = capsys.readouterr().out
-    assert "8 prompts, 0 too long and skipped\nheld-out accuracy: " in out
+    assert "8 prompts, 0 too long and skipped\naccuracy: " in out
 
     rows = [json.loads(line) for line in completions.read_text().splitlines()]
     asked = [

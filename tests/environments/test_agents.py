@@ -130,8 +130,14 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     assert len(whole) == 2
     # Without a reward function, accuracy is the environment's reward: the tokens of its turns.
     assert f"{np.mean([row['reward'] for row in whole]):.1%}".replace("%", " %") in said
-    assert main(["filter", file, "--out", str(tmp_path / "kept.jsonl")]) == 1
-    assert "single-turn" in capsys.readouterr().err
+    kept = tmp_path / "kept.jsonl"
+    keep = ["--samples", "2", "--keep", "1:100", "--out", str(kept)]
+    assert main(["eval", file, *own, *keep]) == 0
+    said = capsys.readouterr()
+    assert "kept 5; dropped 0 below 1, 0 above 100, 1 without a reward" in said.out
+    assert "reset raised KeyError('0+1=')" in said.err
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert all(2 <= row["pass_rate"] <= 24 for row in rows)
 
 
 @pytest.mark.parametrize(

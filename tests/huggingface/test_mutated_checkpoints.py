@@ -98,7 +98,7 @@ def command(monkeypatch):
         del args, kwargs
         return SimpleNamespace(sample=lambda *args, **kwargs: [])
 
-    monkeypatch.setattr("jaxrl.commands.generate.EmbeddedSampler", sample)
+    monkeypatch.setattr("jaxrl.builders.sampler.EmbeddedSampler", sample)
     monkeypatch.setattr(cli, "use_compile_cache", lambda: None)
 
     def run(*argv):

@@ -15,6 +15,7 @@ from jaxrl.bridge.base import RefusedError
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import find_models
 from jaxrl.builders.sampler import Serving
 from jaxrl.builders.teacher import open_teacher
 from jaxrl.cli import main
@@ -53,6 +54,41 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
 def serving(material: Material) -> Iterator[Serving]:
     with opened(material, [material.url], note=print) as made:
         yield made
+
+
+ENVIRONMENT = """
+from jaxrl.environments import Step
+
+
+class Twice:
+    def __init__(self, context):
+        self.turns = 0
+
+    def reset(self, example):
+        return example.tokens
+
+    def step(self, completion):
+        self.turns += 1
+        return Step([40, 3], reward=len(completion) / 24, done=self.turns == 2)
+"""
+
+
+def test_eval_by_a_server_equals_eval_here(material, tmp_path, capsys):
+    """Greedy, in completions of one turn and in episodes with an environment."""
+    (tmp_path / "twice.py").write_text(ENVIRONMENT)
+    data, model = str(material.directory / "prompts.jsonl"), str(material.directory / "model")
+    common = ["--precision", "fp32", "--model.path", model, "--data.path", data, "--data", data]
+    common += ["--data.max_prompt_tokens", "16", "--sampling.max_tokens", "24"]
+    for kind in (
+        ["--reward.path", f"{material.directory}/reward.py:short"],
+        ["--environment.name", f"{tmp_path}/twice.py:Twice"],
+    ):
+        found = []
+        for where in ([], ["--sampler", "vllm", "--sampler.url", material.url]):
+            file = tmp_path / "completions.jsonl"
+            assert main(["eval", *common, *kind, *where, "--completions", str(file)]) == 0
+            found.append((file.read_text(), capsys.readouterr().out))
+        assert found[0] == found[1]
 
 
 def sample(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
@@ -146,12 +182,11 @@ def test_served_teacher_equals_local_teacher(material):
     rollouts = [
         given_rollout(rng.integers(2, 64, n), rng.integers(2, 64, 13 - n)) for n in (1, 5, 12)
     ]
-    tokenizer = huggingface.Checkpoint(directory / "model").tokenizer
     found = []
     for model in (material.url, f"{directory}/model"):
         made = config(directory, reward__model=model)
         layout = make_layout(made.mesh)
-        with open_teacher(made, tokenizer, layout=layout, hosts=Hosts()) as teacher:
+        with open_teacher(made, find_models(made), layout=layout, hosts=Hosts()) as teacher:
             found.append(np.concatenate(teacher(rollouts)))
     np.testing.assert_allclose(*found, atol=5e-5)
 

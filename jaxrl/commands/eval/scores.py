@@ -13,34 +13,40 @@ from jaxrl.training.evaluate import Evaluation
 
 
 def summarize(
-    measured: Evaluation, examples: Sequence[Example], *, by: str | None
+    rewards: np.ndarray, examples: Sequence[Example], *, by: str | None
 ) -> dict[str, Any]:
-    """Computes the numbers of one data set, as JSON values.
+    """Computes the numbers of one data set that rewards alone tell, as JSON values.
 
     Args:
-      measured: S completions of each of N prompts.
+      rewards: f64[N, S], of S completions of each of N prompts; NaN where there is none.
       examples: the N prompts.
       by: a column of the data, for the accuracy of each of its values; None for none.
 
     Raises:
       ValueError: if a row has no such column.
     """
-    rewards = measured.rewards
     samples = rewards.shape[1]
     found: dict[str, Any] = {"prompts": len(rewards), "samples": samples, **_accuracy(rewards)}
     if samples > 1:
         powers = {2**i for i in range(samples.bit_length())}
         counts = sorted(k for k in powers | {samples} if k <= samples)
         found["pass@k"] = {str(k): _known(pass_at_k(rewards, k)) for k in counts}
-        answers = [_answer(text) for text in measured.completions]
-        grouped = [answers[i : i + samples] for i in range(0, len(answers), samples)]
-        found["majority"] = majority(grouped, rewards)
     if by is not None:
         found["by"] = {
             value: {"prompts": int(rows.sum()), **_accuracy(rewards[rows])}
             for value, rows in _values(examples, by).items()
         }
-    return found | ({"episodes": measured.numbers} if measured.numbers else {})
+    return found
+
+
+def further(measured: Evaluation) -> dict[str, Any]:
+    """Computes the numbers that the completions and episodes of a data set tell, as JSON values."""
+    found: dict[str, Any] = {"episodes": measured.numbers} if measured.numbers else {}
+    if (samples := measured.rewards.shape[1]) > 1:
+        answers = [_answer(text) for text in measured.completions]
+        grouped = [answers[i : i + samples] for i in range(0, len(answers), samples)]
+        found["majority"] = majority(grouped, measured.rewards)
+    return found
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -53,7 +59,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"pass@{k}: {_percent({'accuracy': value})}"
     if "majority" in found:
         yield f"majority of {found['samples']}: {_percent({'accuracy': found['majority']})}"
-    yield f"held-out accuracy: {_percent(found)}"
+    yield f"accuracy: {_percent(found)}"
 
 
 def _accuracy(rewards: np.ndarray) -> dict[str, float | None]:

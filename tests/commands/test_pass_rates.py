@@ -1,4 +1,4 @@
-"""Bounds on the pass rate; an interruption changes nothing."""
+"""`jaxrl eval --keep`: bounds on the pass rate; an interruption changes nothing."""
 
 import json
 
@@ -6,19 +6,22 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
-from jaxrl.commands.filter.pass_rate import Journal, Measured
+from jaxrl.commands.eval import pass_rates
+from jaxrl.commands.eval.pass_rates import Journal, Measured, is_within, read_bounds
 from tests import tiny
 
 
 def test_bounds_are_inclusive():
-    kept = [Measured(k / 40, 0, 0).within(0.2, 0.8) for k in range(41)]
+    bounds = read_bounds("0.2:0.8")
+    prompts = [Measured([1.0] * k + [0.0] * (40 - k) + [None], 0) for k in range(41)]
+    kept = [is_within(one.pass_rate, bounds) for one in prompts]
     assert np.flatnonzero(kept).tolist() == list(range(8, 33))
-    assert not Measured(None, 40, 0).within(0, 1)
+    assert not is_within(Measured([None] * 40, 0).pass_rate, (0, 1))
 
 
 def test_journal_drops_unfinished_lines_and_chunks(tmp_path):
     path = tmp_path / "j"
-    measured = [Measured(i / 5, 0, i) for i in range(5)]
+    measured = [Measured([i / 5, None], i) for i in range(5)]
     journal = Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5)
     journal.add(measured[:2])
     journal.add(measured[2:4])
@@ -62,7 +65,7 @@ def argv(tmp_path_factory):
         "train.train_batch": "2",
     }
     given = [f"--{key}={value}" for key, value in keys.items()]
-    return ["filter", *given, "--samples", "16", "--low", "0.05", "--high", "0.95"]
+    return ["eval", *given, "--samples", "16", "--keep", "0.05:0.95"]
 
 
 def test_kept_rows_gain_only_their_pass_rate(argv, tmp_path, capsys):
@@ -75,7 +78,8 @@ def test_kept_rows_gain_only_their_pass_rate(argv, tmp_path, capsys):
     assert (pass_rates[0] * 16).is_integer()
     printed, progress = capsys.readouterr()
     assert "reward early failed on completion" in progress
-    assert "4 prompts (0 more too long), 16 completions each: mean pass rate" in printed
+    assert "4 prompts, 0 too long and skipped\npass@1: " in printed
+    assert "of 64 completions, " in printed
     assert "the reward failed on 16\n" in printed
     assert "kept 1; dropped 1 below 0.05, 1 above 0.95, 1 without a reward\n" in printed
 
@@ -87,22 +91,22 @@ def test_kept_rows_gain_only_their_pass_rate(argv, tmp_path, capsys):
     assert main([*argv, "--out", str(out)]) == 0
     assert (measured.read_text(), out.read_text()) == (whole, kept)
 
-    # Other bounds need no new completions.
-    assert main([*argv, "--out", str(out), "--low", "0", "--high", "1"]) == 0
+    # Other bounds need no new completions, and other prompts a new measurement.
+    assert main([*argv, "--out", str(out), "--keep", "0:1"]) == 0
     assert len(out.read_text().splitlines()) == 3
     assert measured.read_text() == whole
+    assert main([*argv, "--out", str(out), "--data.system_prompt", "Add."]) == 1
+    assert "was measured with another data.path; delete it" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_finished_chunks(argv, tmp_path, capsys, monkeypatch):
-    from jaxrl.commands.filter import pass_rate
-
-    true = pass_rate.measure
+    true = pass_rates.measure
 
     def interrupted(*args, **kwargs):
         yield next(true(*args, **kwargs))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pass_rate, "measure", interrupted)
+    monkeypatch.setattr(pass_rates, "measure", interrupted)
     out = tmp_path / "kept.jsonl"
     assert main([*argv, "--out", str(out)]) == 130
     assert "2 of 4 prompts measured; rerun the same command to resume" in capsys.readouterr().err
@@ -110,6 +114,17 @@ def test_ctrl_c_keeps_finished_chunks(argv, tmp_path, capsys, monkeypatch):
     assert len((tmp_path / "kept.jsonl.measured").read_text().splitlines()) == 3
 
 
-def test_impossible_bounds_are_rejected(argv, capsys):
-    assert main([*argv, "--out", "x", "--low", "0.9", "--high", "0.1"]) == 1
-    assert "0 <= low <= high <= 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "x", "--keep", "0.9:0.1"], "--keep 0.9:0.1: expected LOW:HIGH with LOW <= HIGH"),
+        (["--out", "x", "--keep", "0.5"], "--keep 0.5: expected LOW:HIGH"),
+        ([], "give both or neither"),
+        (["--out", "x", "--completions", "y"], "leave out --completions"),
+        (["--out", "x", "--data", "a", "b"], "takes one data set, but --data names 2"),
+        (["--out", "x", "--reward.path", ""], "reward.path is missing"),
+    ],
+)
+def test_options_that_do_not_fit_are_rejected(argv, capsys, options, message):
+    assert main([*argv, *options]) == 1
+    assert message in capsys.readouterr().err

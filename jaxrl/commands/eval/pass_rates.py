@@ -1,0 +1,197 @@
+"""Pass rates of prompts, kept in a journal, and the prompts whose pass rate lies within bounds.
+
+A working trainer must reach full training accuracy on prompts that the model already solves
+sometimes. A curve that stays below or falls points to a fault in the trainer: this is the sanity
+test of arXiv:2510.26788.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl.config.training import Config
+from jaxrl.core import write_whole
+from jaxrl.data import Example
+from jaxrl.training.evaluate import evaluate
+from jaxrl.training.rollouts.generate import RolloutSource
+
+COLUMN = "pass_rate"
+
+
+Bounds = tuple[float, float]
+"""The lowest and the highest pass rate that are kept."""
+
+
+def read_bounds(text: str) -> Bounds:
+    """Reads LOW:HIGH; raises ValueError for other texts and impossible bounds."""
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not low <= high:
+        raise ValueError(f"--keep {text}: expected LOW:HIGH with LOW <= HIGH, such as 0.2:0.8")
+    return low, high
+
+
+def is_within(pass_rate: float | None, bounds: Bounds) -> bool:
+    """Tells if a pass rate lies within bounds; one that is not known does not."""
+    (low, high), rounding = bounds, 1e-9
+    return pass_rate is not None and low - rounding <= pass_rate <= high + rounding
+
+
+class Measured(NamedTuple):
+    """The outcome of one prompt."""
+
+    rewards: list[float | None]  # of its completions; None where the reward failed
+    truncated: int  # completions that reached the limit of tokens
+
+    @property
+    def pass_rate(self) -> float | None:
+        """The mean reward over the scored completions; None if there are none."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return float(np.mean(known)) if known else None
+
+
+class Journal:
+    """A file of JSON lines, one for each prompt measured so far; it survives an interruption at any
+    moment."""
+
+    def __init__(self, path: Path, *, fingerprint: Mapping[str, str], chunk: int, total: int):
+        """Opens or creates the file for `total` prompts and drops an incomplete chunk.
+
+        Raises:
+          ValueError: if the file has another fingerprint; the message names the keys that differ.
+        """
+        self._path, self.chunk = path, chunk
+        header = json.dumps({"fingerprint": fingerprint})
+        # Anything after the last line feed is an unfinished line.
+        found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        if found and found[0] != header:
+            raise ValueError(
+                f"{path} was measured with another {_difference(found[0], fingerprint)}; delete it "
+                "or choose another --out"
+            )
+        lines = found[1:]
+        whole = len(lines) if len(lines) == total else len(lines) // chunk * chunk
+        self.measured = [Measured(**json.loads(line)) for line in lines[:whole]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(f"{line}\n" for line in [header, *lines[:whole]]))
+
+    def add(self, chunk: Sequence[Measured]) -> None:
+        """Appends the next chunk."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(one._asdict())}\n" for one in chunk))
+            file.flush()
+            os.fsync(file.fileno())
+        self.measured.extend(chunk)
+
+
+def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> dict[str, str]:
+    """Digests everything that the pass rates depend on, by the key that sets it; weight files count
+    by size and time of change."""
+    files = [path.stat() for path in sorted(Path(config.model.path).glob("*.safetensors"))]
+    sampling = config.sampling.model_dump(exclude={"max_batch"})
+    values = {
+        "model.path": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
+        "data.path": [[dict(one.record), one.tokens.tolist()] for one in examples],
+        "reward.path": config.reward.path[:1],
+        "environment": config.environment.model_dump(),
+        **{f"sampling.{name}": value for name, value in sampling.items()},
+        "precision": config.precision.text,
+        "sampler.name": config.sampler.name,
+        "seed": config.seed,
+        "--samples": samples,
+        "train.train_batch": config.train.train_batch,
+    }
+    return {name: _digest(value) for name, value in values.items()}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _difference(header: str, fingerprint: Mapping[str, str]) -> str:
+    """Names the keys in which the first line of a journal differs from a fingerprint."""
+    try:
+        there = dict(json.loads(header)["fingerprint"])
+    except (KeyError, TypeError, ValueError):  # damaged
+        there = {}
+    changed = [name for name, digest in fingerprint.items() if there.get(name) != digest]
+    return ", ".join(changed)
+
+
+def measure(
+    opening: Callable[[], AbstractContextManager[RolloutSource]],
+    examples: Sequence[Example],
+    *,
+    journal: Journal,
+    samples: int,
+) -> Iterator[str | None]:
+    """Samples and scores `samples` completions of every prompt that the journal does not have, in
+    chunks that are added to it. Yields the first failure in each chunk. The source is opened only
+    if prompts are missing.
+
+    Every chunk has its own seed, so a resumed measurement equals an uninterrupted one.
+
+    Raises:
+      RuntimeError: if every completion of the first chunk fails to be scored.
+    """
+    done = len(journal.measured)
+    if done == len(examples):
+        return
+    with opening() as source:
+        for start in range(done, len(examples), journal.chunk):
+            seed = np.random.SeedSequence((source.params.seed, start)).generate_state(1)[0]
+            params = dataclasses.replace(source.params, seed=int(seed))
+            some = examples[start : start + journal.chunk]
+            found = evaluate(source, some, params=params, samples=samples)
+            if start == done:
+                found = found.checked()
+            pairs = zip(found.rewards.tolist(), found.truncated, strict=True)
+            journal.add(
+                [
+                    Measured([None if math.isnan(x) else x for x in rewards], int(truncated.sum()))
+                    for rewards, truncated in pairs
+                ]
+            )
+            yield found.first_failure
+
+
+def write_kept(
+    path: Path, examples: Sequence[Example], measured: Sequence[Measured], *, bounds: Bounds
+) -> None:
+    """Writes the rows whose pass rate lies within the bounds, with the column `pass_rate` added, as
+    JSON lines."""
+    kept = [
+        {**example.row, COLUMN: one.pass_rate}
+        for example, one in zip(examples, measured, strict=True)
+        if is_within(one.pass_rate, bounds)
+    ]
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in kept)
+    write_whole(path, "".join(lines))
+
+
+def lines(measured: Sequence[Measured], bounds: Bounds) -> Iterator[str]:
+    """Formats the numbers of completions and of prompts that are kept and dropped."""
+    known = [one.pass_rate for one in measured if one.pass_rate is not None]
+    dropped = [pass_rate for pass_rate in known if not is_within(pass_rate, bounds)]
+    low, high = bounds
+    yield (
+        f"of {sum(len(one.rewards) for one in measured)} completions, "
+        f"{sum(one.truncated for one in measured)} were truncated at sampling.max_tokens; the "
+        f"reward failed on {sum(one.rewards.count(None) for one in measured)}"
+    )
+    yield (
+        f"kept {len(known) - len(dropped)}; dropped {sum(a < low for a in dropped)} below {low:g}, "
+        f"{sum(a > high for a in dropped)} above {high:g}, {len(measured) - len(known)} without a "
+        "reward"
+    )
