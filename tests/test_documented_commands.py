@@ -37,7 +37,6 @@ NEEDS = {
     "hf auth login": "an account on the Hugging Face hub",
     "jaxrl serve": "vLLM; the tests of bridge/ and sampling/ start such servers",
     "tensorboard --logdir profile": "its profile plugin, and somebody who looks",
-    "scripts/experiments/false_alarms.py": "the quickstart",
 }
 # Commands that take no time are run below, and show this.
 SHOWN = {"config": "[train]", "losses": "rloo", "plan": "Publishing"}

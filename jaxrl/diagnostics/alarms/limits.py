@@ -5,8 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The thresholds of the alarm rules: healthy runs raise no alarm with them, as
-    `scripts/experiments/false_alarms.py` shows."""
+    """The thresholds of the alarm rules: healthy runs raise no alarm with them
+    (docs/operating.md, "False alarms and hits")."""
 
     warmup: int = 20  # the first steps, which later ones are compared with
     window: int = 20  # steps to compare with, and silence after an alarm
