@@ -8,8 +8,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# Mesh order, the last axis fastest: axes that communicate most are on the closest devices.
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Mesh order, the last axis fastest: axes that communicate most are on the closest devices."""
 
 
 def make_mesh(

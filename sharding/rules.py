@@ -104,3 +104,4 @@ _CHANGES: dict[str, tuple[_Table, _Table]] = {  # of parameters, of activations
     "all": ({**_EMBED, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH, **_LENGTH}),
 }
 PRESETS = {name: make_rules(parameters=p, activations=a) for name, (p, a) in _CHANGES.items()}
+"""Rules by name, such as "fsdp"."""

@@ -15,7 +15,6 @@ import pytest
 
 from jaxrl import advantages, losses
 from jaxrl.advantages import estimators
-from jaxrl.losses import recipes
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -25,16 +24,19 @@ MODULES = [
 ]
 FUNCTIONS = {
     f"{module.__name__}.{name}": function
-    for module in (losses, recipes, advantages, estimators)
-    for name, function in vars(module).items()
-    if inspect.isfunction(function)
+    for module in (losses, advantages, estimators)
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name))
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_print_what_they_show(name, capsys):
+    module = importlib.import_module(name)
     found = doctest.testmod(
-        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+        module,
+        extraglobs={public: getattr(module, public) for public in getattr(module, "__all__", ())},
+        optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
     )
     assert found.attempted
     assert not found.failed, capsys.readouterr().out

@@ -67,6 +67,8 @@ def place(tmp_path, monkeypatch) -> Path:
         (tmp_path / name).symlink_to(ROOT / "configs/models/qwen3_0_6b")
     arithmetic.write(tmp_path)
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
+    (tmp_path / "runs/latest").mkdir()
+    (tmp_path / "runs/latest/metrics.jsonl").touch()
     (tmp_path / "untrained").rename(tmp_path / "runs/quickstart/sft/model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,13 +1,13 @@
-"""The reference of the library's names.
+"""The reference of the library's public names, made from its faces.
 
-A page of docs/reference holds these markers:
+A face is a package whose `__init__.pyi` lists its names, with the module that each comes from. A
+page of docs/reference holds markers, which the reference of names replaces:
 
-`<!-- names of jaxrl -->`
-    a table of the names that a package exports, each linked to its reference
-`<!-- exported by jaxrl.losses from jaxrl.losses.ratios -->`
-    the reference of the names that a package takes from one of its modules
-`<!-- members of jaxrl.core.precision -->`
-    the reference of a module's public names
+`<!-- names of jaxrl.losses from ratios -->`
+    the names that the face lists from `jaxrl/losses/ratios.py`; several modules are separated by
+    spaces
+`<!-- names of jaxrl.losses.preference -->`
+    the names of a module that a face lists as a whole
 """
 
 import ast
@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -22,58 +23,61 @@ from sphinx.pycode import ModuleAnalyzer
 
 from extension import docstrings
 
-
-def expand(page: str) -> str:
-    """Replaces the markers of a page by Sphinx's directives."""
-    page = re.sub(r"<!-- names of (\S+) -->", lambda m: _names(m[1]), page)
-    page = re.sub(r"<!-- exported by (\S+) from (\S+) -->", lambda m: _exported(*m.groups()), page)
-    return re.sub(r"<!-- members of (\S+) -->", lambda m: _members(m[1]), page)
+ROOT = Path(__file__).parents[2]
+MARKER = re.compile(r"<!-- names of (\S+)(?: from ([\w. ]+))? -->")
 
 
 @functools.cache
-def homes(package: str) -> dict[str, list[str]]:
-    """Returns the names that a package imports, by the module that it takes them from."""
-    source = inspect.getsource(importlib.import_module(package))
+def homes(face: str) -> dict[str, str]:
+    """Returns the names that a face lists, each with its module, which is the face itself for a
+    module that the face lists as a whole."""
     return {
-        node.module: _imported(node.module, [alias.name for alias in node.names])
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module
+        alias.name: f"{face}.{node.module}" if node.module else face
+        for node in ast.parse(_path(face, "/__init__.pyi").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
 
 
-def _imported(module: str, names: list[str]) -> list[str]:
-    return importlib.import_module(module).__all__ if names == ["*"] else names
+def members(module: str) -> list[str]:
+    """Returns the public names that a module defines, less those that its room's face lists."""
+    found = list[str]()
+    for node in ast.parse(_path(module, ".py").read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [target.id for target in targets if isinstance(target, ast.Name)]
+    listed = homes(module.rpartition(".")[0])
+    return [n for n in found if not n.startswith("_") and listed.get(n) != module]
 
 
-def _names(package: str) -> str:
-    module = importlib.import_module(package)
-    found = {name: home for home, names in homes(package).items() for name in names}
-    rows = ["| name | |", "| --- | --- |"]
-    for name in sorted(found):
-        value = getattr(module, name)
-        if not inspect.ismodule(value):
-            text = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
-            rows.append(f"| {{py:obj}}`{package}.{name} <{found[name]}.{name}>` | {text} |")
-    return "\n".join(rows)
+def _path(module: str, ending: str) -> Path:
+    return ROOT / (module.replace(".", "/") + ending)
 
 
-def _exported(package: str, home: str) -> str:
-    module = importlib.import_module(package)
-    lines = [f".. py:currentmodule:: {package}", ""]
-    lines += [_directive(getattr(module, name), name=name) for name in homes(package)[home]]
+def expand(page: str) -> str:
+    """Replaces the markers of a page by Sphinx's directives."""
+    return MARKER.sub(lambda m: _reference(m[1], m[2]), page)
+
+
+def _reference(module: str, parts: str | None) -> str:
+    if parts is None:
+        names = members(module)
+    else:
+        wanted = [f"{module}.{part}" for part in parts.split()]
+        names = [name for home in wanted for name, of in homes(module).items() if of == home]
+    lines = [f".. py:currentmodule:: {module}", ""]
+    lines += [_directive(getattr(importlib.import_module(module), name), name) for name in names]
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
 
-def _directive(value: Any, *, name: str) -> str:
-    if inspect.isclass(value):
-        return f".. autoclass:: {name}"
-    if inspect.isfunction(value):
+def _directive(value: Any, name: str) -> str:
+    if inspect.isclass(value) and value.__name__ == name:
+        return f".. autoclass:: {name}\n   :members:"
+    if inspect.isfunction(inspect.unwrap(value)):
         return f".. autofunction:: {name}"
     return f".. autodata:: {name}\n   :no-value:"
-
-
-def _members(module: str) -> str:
-    return f"```{{eval-rst}}\n.. automodule:: {module}\n   :members:\n```"
 
 
 def skip_field(
@@ -86,13 +90,12 @@ def skip_field(
 def write_docstring(
     app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Turns a docstring into reStructuredText. That of an exported constant stands below it in the
-    module that it comes from."""
-    package, _, short = name.rpartition(".")
+    """Turns a docstring into reStructuredText. The docstring of a constant stands below it, in the
+    module that its face takes it from."""
+    face, _, short = name.rpartition(".")
     if kind == "data":
-        for home, names in homes(package).items():
-            if short in names:
-                lines[:] = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", short), lines)
+        home = homes(face)[short] if _path(face, "/__init__.pyi").exists() else face
+        lines[:] = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", short), lines)
     lines[:] = docstrings.to_rst(lines, kind=kind)
 
 

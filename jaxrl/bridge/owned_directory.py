@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
+"""Directory of the files that lie in memory, for processes of one machine."""
 LOCK = "lock"
 BELONGINGS = "belongings"
 """File of an owned directory: files beside the directory that end with it, a line `inode name`

@@ -37,6 +37,7 @@ class Latest(Mean):
 
 
 Metrics = dict[str, Mean]
+"""Named means, which `merge` adds."""
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:

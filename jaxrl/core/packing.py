@@ -35,6 +35,7 @@ class Alignment(NamedTuple):
 
 ANYWHERE = Alignment(start=1, block=2**62)
 SHARED = ANYWHERE._replace(shared=True)
+"""A layout in which the completions of a group share one copy of their prompt."""
 
 
 def most_sequences(row_length: int) -> int:

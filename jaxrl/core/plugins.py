@@ -173,8 +173,8 @@ def _public_functions(module: ModuleType) -> list[str]:
     listed = getattr(module, "__all__", None)
     return [
         name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and (name in listed if listed is not None else value.__module__ == module.__name__)
+        for name in (vars(module) if listed is None else listed)
+        if inspect.isfunction(value := getattr(module, name, None))
+        and (listed is not None or value.__module__ == module.__name__)
         and name[0] != "_"
     ]

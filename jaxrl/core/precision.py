@@ -25,6 +25,7 @@ import numpy as np
 from jaxrl.core.loss_scale import LossScaleSpec, dynamic_loss_scale, parse_loss_scale
 
 DType = np.dtype
+"""The dtype of a role, such as `jnp.dtype("bfloat16")`."""
 
 _DTYPES: dict[str, DType] = {
     "f64": jnp.dtype(jnp.float64),
@@ -226,6 +227,7 @@ PRESETS: dict[str, Precision] = {
     # f32 trainer and bf16 sampler: the mismatch that causes phantom clipping, for experiments.
     "phantom": _changed(wire="bf16", sampler="bf16"),
 }
+"""Policies by name."""
 
 
 def parse(text: str) -> Precision:

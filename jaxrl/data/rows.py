@@ -138,8 +138,8 @@ def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
         yield Row(f"{path}[{split}] row {number}", dict(record))
 
 
-# Readers of files by the ends of their names.
 READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
+"""Readers of files by the ends of their names."""

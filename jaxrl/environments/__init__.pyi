@@ -6,6 +6,7 @@ from .episodes.base import (
     EpisodeLimits as EpisodeLimits,
     Step as Step,
 )
+from .episodes.chat import Chat as Chat
 from .episodes.episode import (
     environment_reward as environment_reward,
     episode_metrics as episode_metrics,
@@ -16,12 +17,14 @@ from .episodes.runner import (
     EpisodeResults as EpisodeResults,
     EpisodeRunner as EpisodeRunner,
     LockstepScheduler as LockstepScheduler,
+    TurnScheduler as TurnScheduler,
 )
 from .episodes.single_turn import as_rollout as as_rollout, rollouts as rollouts
 from .isolation.sandbox import (
     ProgramResult as ProgramResult,
     SandboxError as SandboxError,
     SandboxLimits as SandboxLimits,
+    UnsupportedTestsError as UnsupportedTestsError,
     run_python as run_python,
     run_tests as run_tests,
 )
@@ -37,6 +40,7 @@ from .rewards.builtin import (
 )
 from .rewards.score import (
     Reward as Reward,
+    Scores as Scores,
     batched as batched,
     is_batched as is_batched,
     load_rewards as load_rewards,

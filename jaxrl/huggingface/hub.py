@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # of a checkpoint
-CONFIGS = ("*.json",)  # of its shapes alone
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files of a checkpoint."""
+
+CONFIGS = ("*.json",)
+"""Files that describe the shapes of a checkpoint."""
 
 
 def is_name(path: str) -> bool:

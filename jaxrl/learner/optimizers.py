@@ -10,7 +10,9 @@ import optax
 from jaxrl.models.spec import ParamSpec, is_spec
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
+"""An optimizer of `make_optimizer`."""
 ScheduleName = Literal["constant", "cosine", "linear"]
+"""The course of a learning rate after its warmup."""
 
 
 def make_schedule(

@@ -28,8 +28,8 @@ from jaxrl.models.model import Model
 from jaxrl.models.scorer import token_values
 from jaxrl.models.spec import Params
 
-# Key in the parameters of the critic head, [1, D], on the policy's trunk.
 VALUE_HEAD = "score"
+"""Key in the parameters of the critic head, [1, D], on the policy's trunk."""
 
 
 class Learner(NamedTuple):

@@ -16,8 +16,8 @@ from jaxrl.models.model import Model
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.models.spec import Params
 
-# (parameters, minibatch of N rows) -> f32[N, T + 1]: the score of each row's sequences 1, 2, ...
 ScoreRows = Callable[[Params, Minibatch], jax.Array]
+"""(parameters, minibatch of N rows) -> f32[N, T + 1]: the scores of each row's sequences."""
 
 
 def make_scores(

@@ -24,7 +24,6 @@ def _named(module: types.ModuleType, names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names.split()}
 
 
-# A parameter annotated with one of these types takes one of these names in a config.
 PARTS: Mapping[Any, Mapping[str, Any]] = {
     Ratio: _named(ratios, "on_policy over_anchor over_sampler shadowed"),
     Level: _named(ratios, "token sequence geometric product"),
@@ -43,6 +42,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
     },
     Divergence: _named(rejections, "total_variation binary_kl"),
 }
+"""The names in a config that stand for values of a parameter, by the parameter's type."""
 
 
 def build(

@@ -42,7 +42,7 @@ def _check(goal: Objective, batch: TokenBatch) -> None:
         if not isinstance(metric, Mean) or metric.total.shape or metric.weight.shape:
             raise ValueError(
                 f"the metric {name!r} is {metric}, expected a Mean of two scalars: "
-                "jaxrl.core.metrics.masked_mean(values, batch.action_mask) makes one"
+                "jaxrl.core.masked_mean(values, batch.action_mask) makes one"
             )
     jax.eval_shape(goal.denominators, batch, scores.whole)
 

@@ -8,11 +8,19 @@ from .attention.kernels import (
     unshared_reason as unshared_reason,
     verify_kernel as verify_kernel,
 )
+from .components import (
+    Experts as Experts,
+    Group as Group,
+    Kind as Kind,
+    Latent as Latent,
+    Linear as Linear,
+)
 from .families import FAMILIES as FAMILIES, DecoderConfig as DecoderConfig
 from .latent import check_form as check_form
 from .linear_attention import NOT_FIXED as NOT_FIXED, NOT_SHARED as NOT_SHARED
 from .logprobs import (
     Chunk as Chunk,
+    Head as Head,
     position_chunks as position_chunks,
     token_logprobs as token_logprobs,
     token_logprobs_and_entropy as token_logprobs_and_entropy,
@@ -20,6 +28,7 @@ from .logprobs import (
 from .model import Model as Model, decoder as decoder
 from .nnx import NnxConfig as NnxConfig, from_nnx as from_nnx
 from .parameters import param_specs as param_specs
+from .rope import Rope as Rope
 from .scorer import sequence_scores as sequence_scores, token_values as token_values
 from .spec import (
     Params as Params,

@@ -375,3 +375,4 @@ FAMILIES = {
         packed=True,
     ),
 }
+"""Supported families by the `model_type` in their config.json."""

@@ -18,9 +18,11 @@ from jaxrl.models.delta_rule import (
 )
 from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
 
-# Reasons, in messages.
 NOT_SHARED = "a linear layer's state is that of one sequence"
+"""Reason why completions cannot share a prompt."""
+
 NOT_FIXED = "its linear layers add chunks of tokens in another order than single ones"
+"""Reason why the sampler's sums cannot equal the learner's bit for bit."""
 
 
 class LinearState(NamedTuple):

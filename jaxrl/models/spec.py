@@ -73,8 +73,11 @@ class ParamSpec(NamedTuple):
         return [self.name.format(**dict(zip(fields, index, strict=False))) for index in indices]
 
 
-Specs = Mapping[str, Any]  # nested dicts with ParamSpec leaves
-Params = dict[str, Any]  # the same nesting with arrays
+Specs = Mapping[str, Any]
+"""Nested dicts with `ParamSpec` leaves."""
+
+Params = dict[str, Any]
+"""The nesting of `Specs` with arrays as leaves."""
 
 
 def is_spec(x: Any) -> bool:

@@ -43,7 +43,9 @@ from jaxrl.losses import (
 from jaxrl.losses.from_config import PARTS
 from tests.losses.cases import RECIPES, TERMS, lay_out, random_sequences
 
-WORDS = vars(losses) | vars(advantages) | vars(estimators)
+WORDS = {
+    name: getattr(room, name) for room in (losses, advantages, estimators) for name in room.__all__
+}
 WORDS |= {"partial": functools.partial, "inf": math.inf}
 ONE = clipped(over_sampler)
 TWO = prefix(unclipped(over_sampler), "two/")
@@ -134,7 +136,7 @@ MADE = {
     **{f"loss {name}": loss for name, loss in LOSSES.items()},
     **{f"recipe {name}": recipe for name, recipe in RECIPES.items()},
     **{f"{name} in a config": part for parts in PARTS.values() for name, part in parts.items()},
-    **{name: part for name, part in vars(losses).items() if name[0] != "_"},
+    **{name: getattr(losses, name) for name in losses.__all__},
     "adaptive": with_terms(grpo(), entropy_target=0.2, kl=0.1, correction=None),
     "pairs": preference.pairwise(preference.sigmoid()),
 }

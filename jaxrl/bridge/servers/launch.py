@@ -27,7 +27,6 @@ from jaxrl.bridge.servers.control import ControlError, VllmServer
 
 Device = Literal["cpu", "cuda"]
 
-# Advice for a machine without an environment for vLLM.
 INSTALL: Mapping[Device, str] = {
     "cpu": "scripts/install_vllm.sh makes the server's environment, with vLLM's CPU build (for a "
     "GPU set sampler.device = 'cuda'), or name another interpreter that has vLLM and jaxrl",
@@ -36,6 +35,8 @@ INSTALL: Mapping[Device, str] = {
     "--no-deps -e .), or name another interpreter that has both; scripts/install_vllm.sh makes one "
     "for the CPU",
 }
+"""Advice for a machine without an environment for vLLM."""
+
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # offers the routes that change weights
     "VLLM_NO_USAGE_STATS": "1",

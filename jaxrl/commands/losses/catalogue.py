@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 def list_recipes() -> list[Entry]:
     """Describes every named recipe, sorted by name."""
-    return [describe(getattr(recipes, name)) for name in sorted(recipes.__all__)]
+    return [describe(getattr(recipes, name)) for name in dir(recipes)]
 
 
 def list_estimators() -> list[Entry]:

@@ -34,3 +34,4 @@ class Limits:
 
 
 LIMITS = Limits()
+"""The thresholds of every run."""

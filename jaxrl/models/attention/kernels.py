@@ -27,7 +27,9 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 
 Kernel = Literal["xla", "splash", "cudnn"]
+"""An implementation of attention."""
 Wanted = Kernel | Literal["auto"]
+"""A kernel, or the one that `choose_kernel` finds."""
 
 _AGREEMENT = 0.05  # norm of the difference of two kernels in 16 bits, relative
 _LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it

@@ -1,0 +1,36 @@
+from .baselines import (
+    gdpo as gdpo,
+    max_rl as max_rl,
+    opo as opo,
+    pass_at_k as pass_at_k,
+    ppo as ppo,
+    reinforce_pp as reinforce_pp,
+    reinforce_pp_baseline as reinforce_pp_baseline,
+    remax as remax,
+    rloo as rloo,
+    vapo as vapo,
+)
+from .clipping import (
+    bnpo as bnpo,
+    clip_cov as clip_cov,
+    dapo as dapo,
+    dr_grpo as dr_grpo,
+    gmpo as gmpo,
+    grpo as grpo,
+    grpo_seq_mis as grpo_seq_mis,
+    grpo_token_tis as grpo_token_tis,
+    gspo as gspo,
+    kl_cov as kl_cov,
+    opsm as opsm,
+    sapo as sapo,
+)
+from .weighting import (
+    cispo as cispo,
+    dppo as dppo,
+    mlperf as mlperf,
+    pg_seq_is as pg_seq_is,
+    pg_token_is as pg_token_is,
+    prime as prime,
+    prime_ipo as prime_ipo,
+    vespo as vespo,
+)
