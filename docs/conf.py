@@ -49,7 +49,11 @@ default_role = "py:obj"  # `name` in a docstring is code, and a link where the n
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:class", r"(jax|flax|numpy|optax|collections|pathlib|decimal|inspect|types)\..*"),
+    (
+        "py:class",
+        r"(jax|flax|numpy|optax|collections|pathlib|decimal|inspect|matplotlib|types)\..*",
+    ),
     ("py:class", r"jaxrl\..*\.(E|R|Rows|T|Term|Tree|checkpoints\.State)"),  # type variables
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
+    ("py:class", r"jaxrl\.bridge\.store\.version\.StoredFile"),  # internal
 ]

@@ -61,10 +61,9 @@ def elements(page: Path) -> list[Element]:
 
 def ids(site: Path, *tags: str) -> list[str]:
     """The ids on the pages of the reference, such as `jaxrl.losses.clipped`; of some tags alone."""
-    found = [e for page in (site / "reference").glob("*.html") for e in elements(page)]
-    return [
-        e.attributes["id"] for e in found if "id" in e.attributes and (not tags or e.tag in tags)
-    ]
+    pages = (site / "reference").glob("*.html")
+    found = [e for page in pages for e in elements(page) if not tags or e.tag in tags]
+    return [e.attributes["id"] for e in found if "id" in e.attributes]
 
 
 def test_reference_has_every_public_name_once(site):

@@ -9,6 +9,7 @@ from .attention.kernels import (
     verify_kernel as verify_kernel,
 )
 from .components import (
+    ClampedGate as ClampedGate,
     Experts as Experts,
     Group as Group,
     Kind as Kind,
@@ -28,7 +29,12 @@ from .logprobs import (
 from .model import Model as Model, decoder as decoder
 from .nnx import NnxConfig as NnxConfig, from_nnx as from_nnx
 from .parameters import param_specs as param_specs
-from .rope import Rope as Rope
+from .rope import (
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    Rope as Rope,
+    YarnScaling as YarnScaling,
+)
 from .scorer import sequence_scores as sequence_scores, token_values as token_values
 from .spec import (
     Params as Params,

@@ -353,3 +353,4 @@ def _grown(history: History, name: str, *, floor: float, noun: str) -> Finding |
 
 
 RULES = {name: found for name, found in globals().items() if isinstance(found, Rule)}
+"""The alarm rules by name."""
