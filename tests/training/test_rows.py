@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import pytest
 
+from jaxrl.builders import rows as builder
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import build_learner, max_rows
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
 from jaxrl.core.packing import ANYWHERE, SHARED, Alignment
-from jaxrl.models.attention import kernels
 from jaxrl.models.model import decoder
 from tests import tiny
 from tests.commands.plan.configs import make_config
@@ -68,7 +68,7 @@ def test_dense_kernels_share_long_prompts_only(tmp_path, monkeypatch):
     long = {"data__max_prompt_tokens": "500", "sampling__max_tokens": "99"}
 
     def by(kernel, **changes):
-        monkeypatch.setattr(kernels, "choose", lambda *_, **__: kernel)
+        monkeypatch.setattr(builder, "choose_kernel", lambda *_, **__: kernel)
         return chosen(tmp_path, **changes)
 
     config, align, _ = by("cudnn", **long)
