@@ -7,16 +7,13 @@ from pathlib import Path
 import optax
 
 import jaxrl
-from jaxrl.losses import grpo
 
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 base = jaxrl.load(directory / "sft/model")
-precision = "fp32"  # or bf16_master, fp16_master, "fp32,sampler=bf16", ...
-recipe = grpo()
-adam = {"optimizer": optax.adamw(2e-4), "precision": precision}
-learner = jaxrl.make_learner(base.model, recipe.objective, **adam)
-sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
+recipe = jaxrl.grpo()
+learner = jaxrl.make_learner(base.model, recipe.objective, optimizer=optax.adamw(2e-4))
+sampler = jaxrl.EmbeddedSampler(base.model, base.params, max_batch=256)
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(base.params)
 
 
@@ -24,12 +21,13 @@ def reward(completion: str, example: dict) -> float:
     return float(completion.split()[-1:] == [example["answer"]])
 
 
-task = {"tokenizer": base.tokenizer, "reward": reward, "group_size": 8}
 for i in range(3):
     prompts = examples[32 * i : 32 * (i + 1)]
     params = jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=i)
-    rollouts = jaxrl.rollouts(sampler, prompts, params=params, **task)
-    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=48)
+    rollouts = jaxrl.rollouts(
+        sampler, prompts, params=params, tokenizer=base.tokenizer, reward=reward, group_size=8
+    )
+    batch = jaxrl.minibatch(rollouts, recipe.advantages)
     state, metrics = step(state, batch)
     sampler.load(state.params, version=i + 1)
     score = sum(rollout.reward for rollout in rollouts) / len(rollouts)

@@ -12,7 +12,6 @@ import optax
 from flax import nnx
 
 import jaxrl
-from jaxrl.losses import grpo
 
 
 class Layer(nnx.Module):
@@ -56,10 +55,9 @@ model, params = jaxrl.from_nnx(
     unembedding=lambda module: jnp.asarray(module.embed.embedding),  # tied
     max_positions=64,
 )
-precision, recipe = "fp32", grpo()
-adam = {"optimizer": optax.adamw(3e-3), "precision": precision}
-learner = jaxrl.make_learner(model, recipe.objective, **adam)
-sampler = jaxrl.EmbeddedSampler(model, params, precision=precision, max_batch=128)
+recipe = jaxrl.grpo()
+learner = jaxrl.make_learner(model, recipe.objective, optimizer=optax.adamw(3e-3))
+sampler = jaxrl.EmbeddedSampler(model, params, max_batch=128)
 step, state = jaxrl.jit(learner.step, donate_argnums=0), learner.init(params)
 
 
@@ -67,12 +65,13 @@ def reward(completion: str, example: dict) -> float:
     return sum(character.isdigit() for character in completion) / 12
 
 
-task = {"tokenizer": tokenizer, "reward": reward, "group_size": 8}
 for i in range(10):
     prompts = examples[16 * i : 16 * (i + 1)]
     asked = jaxrl.SamplingParams(max_tokens=12, seed=i)
-    rollouts = jaxrl.rollouts(sampler, prompts, params=asked, **task)
-    batch = jaxrl.minibatch(rollouts, recipe.advantages, row_length=32)
+    rollouts = jaxrl.rollouts(
+        sampler, prompts, params=asked, tokenizer=tokenizer, reward=reward, group_size=8
+    )
+    batch = jaxrl.minibatch(rollouts, recipe.advantages)
     state, metrics = step(state, batch)
     sampler.load(state.params, version=i + 1)
     score = sum(rollout.reward for rollout in rollouts) / len(rollouts)

@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import optax
 
 import jaxrl
-from jaxrl.losses import grpo
 
 SEEDS, ROUNDS, PROMPTS = 3, 4, 8
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
 examples = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
 base = jaxrl.load(directory / "sft/model")
-precision, recipe = "fp32", grpo()
-adam = {"optimizer": optax.adamw(2e-4), "precision": precision}
-learner = jaxrl.make_learner(base.model, recipe.objective, **adam)
-sampler = jaxrl.EmbeddedSampler(base.model, base.params, precision=precision, max_batch=256)
+recipe = jaxrl.grpo()
+learner = jaxrl.make_learner(base.model, recipe.objective, optimizer=optax.adamw(2e-4))
+sampler = jaxrl.EmbeddedSampler(base.model, base.params, max_batch=256)
 
 # The step is plain inside our own function, which is compiled once, outermost.
 train = jaxrl.jit(jax.vmap(functools.partial(jax.lax.scan, learner.step)), donate_argnums=0)
@@ -39,8 +37,9 @@ def reward(completion: str, example: dict) -> float:
 
 def sample(prompts: list, *, seed: int) -> list:
     params = jaxrl.SamplingParams(max_tokens=36, stop=base.stop, seed=seed)
-    task = {"tokenizer": base.tokenizer, "reward": reward, "group_size": 8}
-    return jaxrl.rollouts(sampler, prompts, params=params, **task)
+    return jaxrl.rollouts(
+        sampler, prompts, params=params, tokenizer=base.tokenizer, reward=reward, group_size=8
+    )
 
 
 states = stack([learner.init(base.params) for _ in range(SEEDS)])

@@ -142,9 +142,7 @@ def test_the_installed_package_works(installed, package, tmp_path, monkeypatch):
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
     (tmp_path / "untrained").rename(tmp_path / "runs/quickstart/sft/model")
     texts = [s.text for s in snippets("python") if s.where.startswith("README.md:")]
-    (reward,) = (text for text in texts if text.startswith("# my_rewards.py\n"))
-    (program,) = (text for text in texts if "from my_rewards import" in text)
-    (tmp_path / "my_rewards.py").write_text(reward)
+    (program,) = (text for text in texts if "jaxrl.make_learner(" in text)
     shown = "print(jaxrl.to_floats(metrics)['loss'])"
     (tmp_path / "smoke.py").write_text(f"{IMPORTS}\n{program}\n{shown}\n")
     monkeypatch.delenv("PYTHONPATH", raising=False)

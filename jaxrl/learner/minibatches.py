@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxrl.advantages import AdvantageEstimator, Outcomes, estimate
 from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.buckets import length_bucket
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 
 _TOKENS = 4096  # of a microbatch by default
@@ -15,7 +16,7 @@ def minibatch(
     rollouts: Sequence[Rollout],
     advantages: AdvantageEstimator,
     *,
-    row_length: int,
+    row_length: int | None = None,
     rows_per_microbatch: int | None = None,
 ) -> Minibatch:
     """Estimates advantages and packs rollouts into rows.
@@ -26,12 +27,15 @@ def minibatch(
     Args:
       rollouts: N rollouts with their rewards.
       advantages: rewards and groups -> advantages, such as `recipe.advantages`.
-      row_length: tokens in a row; at least those of the longest rollout.
+      row_length: tokens in a row; by default those of the longest rollout, rounded up so that few
+        programs are compiled.
       rows_per_microbatch: rows the learner computes at once; by default those of 4,096 tokens.
 
     Raises:
       ValueError: if a rollout is longer than a row; the message names it.
     """
+    if row_length is None:
+        row_length = length_bucket(max(r.length for r in rollouts), step=16)
     outcomes = Outcomes(
         rewards=np.array([r.reward for r in rollouts]),
         groups=np.array([r.group for r in rollouts]),

@@ -61,7 +61,7 @@ def make_learner(
     objective: Objective,
     *,
     optimizer: optax.GradientTransformation,
-    precision: Precision | str,
+    precision: Precision | str = "fp32",
     param_shardings: Any = None,
     as_published: Callable[[Any], Any] = lora.merge,
 ) -> Learner:

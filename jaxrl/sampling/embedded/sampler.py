@@ -48,7 +48,7 @@ class EmbeddedSampler(Sampler):
         model: Model,
         params: Params,
         *,
-        precision: Precision | str,
+        precision: Precision | str = "fp32",
         version: int = 0,
         max_batch: int = 64,
         layout: Layout | None = None,
