@@ -96,7 +96,7 @@ def test_the_tour_runs_from_top_to_bottom(material, monkeypatch):
     executed("tour.ipynb")
 
 
-def test_the_diagnosis_tells_the_policy_from_the_rounding(monkeypatch, tmp_path, capsys):
+def test_diagnosis_separates_policy_from_rounding(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     found = executed("diagnose.ipynb")
     fresh, moved = found["fresh"], found["moved"]

@@ -55,7 +55,7 @@ def test_a_server_has_what_import_jaxrl_needs(python: str) -> None:
     assert servers["lazy-loader"] == pins("requirements.txt", python)["lazy-loader"]
 
 
-def test_the_classifiers_name_the_pythons_of_the_locks() -> None:
+def test_classifiers_match_the_locks() -> None:
     named = [text for text in PROJECT["classifiers"] if re.search(r":: 3\.\d", text)]
     assert named == [f"Programming Language :: Python :: {v.removesuffix('.0')}" for v in PYTHONS]
 

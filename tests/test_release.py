@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_package_alone(release, package):
     assert f"{NAME}.dist-info/licenses/LICENSE" in held
 
 
-def test_the_sdist_holds_the_package_and_what_builds_it(release, package):
+def test_sdist_holds_package_and_build_files(release, package):
     with tarfile.open(release / f"{NAME}.tar.gz") as archive:
         held = {member.name.removeprefix(f"{NAME}/") for member in archive if member.isfile()}
     about = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}

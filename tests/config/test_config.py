@@ -212,7 +212,7 @@ def test_precision_errors_name_the_key():
         load(Config, overrides=[("model.path", "m"), ("data.path", "d"), ("precision", "bf17")])
 
 
-def test_precision_is_the_object_and_its_text_stays_the_authors():
+def test_precision_is_an_object_with_its_text():
     assert with_keys().precision == parse("bf16_master")
     text = "bf16_master, params=bf16"  # equal to bf16,grads=f32
     config = with_keys(precision=text, alarms__precision="bf16")

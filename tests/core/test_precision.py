@@ -64,7 +64,7 @@ def test_presets():
     assert changed == dataclasses.replace(PRESETS["bf16_master"], **expected)
 
 
-def test_the_text_is_the_authors_until_a_role_changes():
+def test_text_is_kept_until_a_role_changes():
     text = " bf16_master , logits=bf16"
     precision = parse(text)
     assert Precision.of(precision) is precision
@@ -80,7 +80,7 @@ FACES = ["jaxrl", "jaxrl.core", "jaxrl.learner", "jaxrl.models", "jaxrl.sampling
 
 
 @pytest.mark.parametrize("name", FACES)
-def test_every_public_function_of_a_precision_takes_its_text(name):
+def test_public_functions_accept_precision_text(name):
     face = importlib.import_module(name)
     public = {name: getattr(face, name) for name in dir(face)}
     found = {

@@ -263,7 +263,7 @@ def test_every_alarm_names_existing_keys_to_change():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_page_and_the_help_explain_a_rule_as_its_log_line_does(name):
+def test_rules_are_explained_alike_everywhere(name):
     cause = RULES[name].cause
     keys = ", ".join(f"`{key}`" for key in cause.keys)
     row = f"| `{name}` | {cause.condition} | {cause.causes} | {keys} |"

@@ -107,7 +107,7 @@ def test_equal_probabilities_have_correlation_one():
     assert same["pearson"] == pytest.approx(1)
 
 
-def test_known_tokens_drops_unscored_tokens():
+def test_tokens_leave_out_unscored_ones():
     values = np.arange(8.0).reshape(2, 4)
     sampler = values.copy()
     sampler[0, 2] = np.nan

@@ -225,7 +225,7 @@ def test_single_row_product_sums_like_many():
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_long_fixed_sum_is_the_same_in_few_rows_and_many(width):
+def test_long_fixed_sums_ignore_row_count(width):
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=s).astype(np.float32) for s in ((128, 1100), (1100, width)))
     fixed = parse("fp32,sums=fixed")

@@ -79,9 +79,9 @@ def test_logprobs_are_the_learners(sampler):
         np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master"])
-def test_half_precision_logprobs_equal_the_shadow(precision):
-    precision = parse(precision)
+@pytest.mark.parametrize("text", ["bf16_master", "fp16_master"])
+def test_half_precision_logprobs_equal_the_shadow(text):
+    precision = parse(text)
     sampler = EmbeddedSampler(MODEL, PARAMS, precision=precision)
     one = _sample(sampler)[2, 3]
     expected = _learner_logprobs(one, precision=sampler_precision(precision), temperature=0.8)
