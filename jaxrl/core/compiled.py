@@ -24,6 +24,7 @@ def jit(
     leave out a rounding that the policy names.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> third = jnp.float32(1) / 3
       >>> float(jit(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))(third))
       0.333984375

@@ -95,7 +95,15 @@ def _mean_nll(
 
 
 def cross_entropy() -> TokenLoss:
-    """-log p of each completion token, nats."""
+    """-log p of each completion token, nats.
+
+    Example:
+      >>> from jaxrl.losses import objective, one_sequence, token_mean
+      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -3])
+      >>> goal = objective(cross_entropy(), token_mean)
+      >>> float(goal.total(scores, batch)[0]), float(goal.denominator(batch))
+      (4.0, 2.0)
+    """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         del batch
