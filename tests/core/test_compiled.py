@@ -31,7 +31,7 @@ OUTER = {
 
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
 @pytest.mark.parametrize("compile_it", [jit, jit_forward])
-def test_a_program_within_another_is_refused_by_the_rule(outer, compile_it):
+def test_nested_program_is_refused(outer, compile_it):
     with pytest.raises(ValueError, match=r"rounded is compiled by jaxrl\.jit.* once, outermost"):
         outer(compile_it(rounded))
 
@@ -48,7 +48,7 @@ def test_a_program_by_precision_is_refused_alike():
             jax.jit(functools.partial(product, precision=precision))(X)
 
 
-def test_the_plain_function_keeps_its_roundings_in_a_program_of_ones_own():
+def test_plain_function_keeps_roundings_in_outer_program():
     def twice(x):
         return jax.lax.scan(lambda x, _: (rounded(x), None), x, length=1)[0]
 
@@ -56,7 +56,7 @@ def test_the_plain_function_keeps_its_roundings_in_a_program_of_ones_own():
         np.testing.assert_array_equal(jit(function)(X), EXPECTED)
 
 
-def test_errors_of_the_function_itself_are_its_own():
+def test_function_errors_pass_through():
     def refuse(_):
         raise ValueError("mine")
 
@@ -64,7 +64,7 @@ def test_errors_of_the_function_itself_are_its_own():
         jit(refuse)(X)
 
 
-def test_a_compiled_function_has_the_methods_of_jax():
+def test_compiled_function_has_jax_methods():
     compiled = jit(rounded)
     assert compiled.eval_shape(X).shape == X.shape
     np.testing.assert_array_equal(compiled.lower(X).compile()(X), EXPECTED)

@@ -68,7 +68,7 @@ def assert_metrics(found, *, expected):
         assert got == pytest.approx(numbers, rel=1e-3, abs=1e-5)
 
 
-def test_a_scan_over_minibatches_is_the_steps_one_by_one():
+def test_scan_equals_single_steps():
     state, *_ = beginnings()
     train = jit(lambda state, batches: jax.lax.scan(LEARNER.step, state, batches))
     after, metrics = train(state, stack(BATCHES))
@@ -77,7 +77,7 @@ def test_a_scan_over_minibatches_is_the_steps_one_by_one():
     assert_metrics(metrics, expected=numbers)
 
 
-def test_stacked_states_are_the_runs_one_by_one():
+def test_stacked_states_equal_single_runs():
     """A sweep in one program that donates its states, over the same minibatches."""
     sweep = jax.vmap(functools.partial(jax.lax.scan, LEARNER.step), in_axes=(0, None))
     afters, metrics = jit(sweep, donate_argnums=0)(stack(beginnings()), stack(BATCHES))
