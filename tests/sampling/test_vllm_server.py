@@ -1,7 +1,6 @@
 """The vLLM client and whole runs against a real server."""
 
 import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
 from jaxrl.builders.sampler import Serving
 from jaxrl.builders.teacher import open_teacher
-from jaxrl.cli import main
 from jaxrl.core.batch import Minibatch, given_rollout
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.packing import pack
@@ -32,7 +30,16 @@ from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.sampling.adapter_file import save_adapter
-from tests.sampling.serving import FP32, SERVED, Material, config, opened, signal_all, started
+from tests.sampling.serving import (
+    FP32,
+    SERVED,
+    Material,
+    config,
+    opened,
+    signal_all,
+    started,
+    write_material,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
 MODEL = decoder(SERVED)
@@ -42,10 +49,7 @@ PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     directory = tmp_path_factory.mktemp("vllm")
-    tiny.write_checkpoint(directory / "model", config=SERVED)
-    lines = "".join(json.dumps({"prompt": f"{i} + {i}", "answer": i}) + "\n" for i in range(8))
-    (directory / "prompts.jsonl").write_text(lines)
-    (directory / "reward.py").write_text("def short(text, row):\n    return -len(text) / 8\n")
+    write_material(directory)
     with started(directory) as server:
         yield Material(server.url, directory)
 
@@ -54,41 +58,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
 def serving(material: Material) -> Iterator[Serving]:
     with opened(material, [material.url], note=print) as made:
         yield made
-
-
-ENVIRONMENT = """
-from jaxrl.environments import Step
-
-
-class Twice:
-    def __init__(self, context):
-        self.turns = 0
-
-    def reset(self, example):
-        return example.tokens
-
-    def step(self, completion):
-        self.turns += 1
-        return Step([40, 3], reward=len(completion) / 24, done=self.turns == 2)
-"""
-
-
-def test_eval_by_a_server_equals_eval_here(material, tmp_path, capsys):
-    """Greedy, in completions of one turn and in episodes with an environment."""
-    (tmp_path / "twice.py").write_text(ENVIRONMENT)
-    data, model = str(material.directory / "prompts.jsonl"), str(material.directory / "model")
-    common = ["--precision", "fp32", "--model.path", model, "--data.path", data, "--data", data]
-    common += ["--data.max_prompt_tokens", "16", "--sampling.max_tokens", "24"]
-    for kind in (
-        ["--reward.path", f"{material.directory}/reward.py:short"],
-        ["--environment.name", f"{tmp_path}/twice.py:Twice"],
-    ):
-        found = []
-        for where in ([], ["--sampler", "vllm", "--sampler.url", material.url]):
-            file = tmp_path / "completions.jsonl"
-            assert main(["eval", *common, *kind, *where, "--completions", str(file)]) == 0
-            found.append((file.read_text(), capsys.readouterr().out))
-        assert found[0] == found[1]
 
 
 def sample(sampler, params: SamplingParams, *, group_size: int = 1) -> list:
@@ -347,20 +316,6 @@ def test_adapters_are_published_alone(material, second, tmp_path):
             pass
         with pytest.raises(RuntimeError, match="of another learner"):
             check()  # that process has replaced the base weights
-
-
-def test_the_doctor_uses_a_running_server(material, tmp_path, capsys):
-    keys = {"prompts": "4", "sampling.max_tokens": "12", "timed_steps": "0", "precisions": "fp32"}
-    keys |= {"server": material.url, "out": str(tmp_path)}
-    given = [f"--{key}={value}" for key, value in keys.items()]
-    assert main(["doctor", str(material.directory / "model"), *given]) == 0
-    assert "Use precision = 'fp32'" in capsys.readouterr().out
-    (only,) = json.loads((tmp_path / "doctor.json").read_text())["precisions"]
-    assert only["sampler"] == "vLLM f32"
-    assert only["dtype_std"] == 0  # learner and shadow compute the same
-    assert only["beta_p99"] < 1e-4
-    whole = only["dtype"] + only["engine"] + only["decoding"]
-    assert whole == pytest.approx(only["beta"], abs=1e-7)
 
 
 @pytest.mark.timeout(900)  # a server starts
