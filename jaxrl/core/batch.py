@@ -30,17 +30,16 @@ class Episode(NamedTuple):
 class Rollout(NamedTuple):
     """One sampled completion with its prompt and reward (host, ragged).
 
-    `logprobs` are those of the distribution that each token was sampled from, NaN where the sampler
-    reported none. `version` is the policy version that sampled the token; at a token that the
-    policy did not choose, that of the token before. `experts` are those that the sampler's layers
-    routed the first N tokens of prompt and completion to, usually all but the last token; None if
-    they were not recorded. `teacher` are log-probs of the completion under a teacher, NaN where it
+    `logprobs` are NaN where the sampler reported none. `version` is the policy version that sampled
+    the token; a token that the policy did not choose has the version of the token before it.
+    `experts` are the sampler's routing of the first N tokens of prompt and completion, usually all
+    but the last; None if it was not recorded. `teacher` are log-probs under a teacher, NaN where it
     gave none; None without a teacher.
     """
 
     prompt: np.ndarray  # i32[P], token ids
     completion: np.ndarray  # i32[C], token ids after the prompt; EOS included
-    logprobs: np.ndarray  # f32[C]
+    logprobs: np.ndarray  # f32[C], of the distribution that each token was sampled from
     action_mask: np.ndarray  # bool[C], true at tokens that the policy chose (false at tool output)
     version: np.ndarray  # i32[C]
     group: int  # number of the prompt, shared by all completions of it
@@ -112,7 +111,7 @@ def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
 
 
 def earlier_actions(batch: TokenBatch) -> jax.Array:
-    """Counts the tokens of its sequence before each token that the policy chose: i32[B, T]."""
+    """Counts the policy's tokens before each token, within its sequence: i32[B, T]."""
     chosen = batch.action_mask.astype(jnp.int32)
     before = jnp.cumsum(chosen, axis=1) - chosen
     begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
@@ -120,8 +119,8 @@ def earlier_actions(batch: TokenBatch) -> jax.Array:
 
 
 def observed(batch: TokenBatch) -> jax.Array:
-    """Marks the tokens that the environment wrote, bool[B, T]: those of a sequence after the first
-    that the policy chose which it did not choose itself, such as a tool's output."""
+    """Marks the tokens that the environment wrote, such as a tool's output: bool[B, T]. They are
+    the tokens after the policy's first one that the policy did not choose."""
     return (batch.segments > 0) & ~batch.action_mask & (earlier_actions(batch) > 0)
 
 
@@ -162,7 +161,7 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
 
 def from_json(content: Mapping[str, Any]) -> Rollout:
     """Inverts `to_json`."""
-    fields: dict[str, Any] = dict(content)
+    fields = dict(content)
     arrays = ("prompt", "completion", "logprobs", "action_mask", "version", "experts", "teacher")
     for name in arrays:
         if fields.get(name) is not None:

@@ -14,7 +14,7 @@ def dtype_of(path: str, dtype: DType) -> DType:
     """Returns the dtype of a parameter where the others have `dtype`.
 
     It is f32 if the path ends in "_f32": a router's correction bias decides between scores that
-    are closer to each other than the 16-bit numbers near it.
+    differ by less than neighbouring 16-bit numbers.
     """
     return jnp.dtype(jnp.float32) if path.endswith("_f32") else dtype
 

@@ -1,8 +1,8 @@
 """Compiled functions that keep every cast of a dtype policy.
 
-XLA may leave out a rounding to 16 bits between two operations in f32, unless the program is
-compiled without that freedom. It is a property of a whole program: a function that is compiled here
-is called by itself, never inside another transformation.
+XLA may leave out a rounding to 16 bits between two operations in f32, unless it is told not to.
+That option holds for a whole program, so a function compiled here is called by itself, never inside
+another transformation.
 """
 
 import functools
@@ -19,9 +19,8 @@ def jit(
 ) -> Any:
     """Compiles as `jax.jit` does, and keeps every cast.
 
-    Compile once, outermost: a loop over steps or a sweep of states is a function of your own that
-    calls the plain function, and that function is compiled. With `jax.jit` in its place, XLA may
-    leave out a rounding that the policy names.
+    Compile once, outermost: write a loop over steps or a sweep of states as a function that calls
+    the plain one, and compile that. `jax.jit` may leave out a rounding that the policy names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,10 +29,10 @@ def jit(
       0.333984375
 
     Args:
-      function: to compile.
+      function: the function to compile.
       sums: as in the dtype policy that the function computes with.
-      platform: of the devices to compile for; by default that of `jax.devices()`.
-      options: those of `jax.jit`.
+      platform: platform of the devices to compile for; by default the platform of `jax.devices()`.
+      options: options of `jax.jit`.
 
     Returns:
       The compiled function, with the methods of `jax.jit`'s. It raises ValueError if it is called
@@ -41,19 +40,19 @@ def jit(
     """
     compiler = _compiler_options(sums)
     if (platform or jax.default_backend()) == "cpu":
-        # It converts what the backward pass reads of all layers from bf16 to f32, before the first.
+        # The pass converts the saved activations of all layers from bf16 to f32 before the loop.
         compiler["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return _outermost(function, compiler_options=compiler, **options)
 
 
 def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
-    """Compiles as `jit` does, without asking for devices: modules may decorate with it."""
+    """Compiles as `jit` does, but does not initialise the devices: modules may decorate with it."""
     return _outermost(function, compiler_options=_compiler_options(sums), **options)
 
 
 def _outermost(function: Callable[..., Any], **options: Any) -> Any:
-    """Compiles as `jax.jit` does, and names the rule where JAX refuses to make a program with
-    compiler options part of another one."""
+    """Compiles as `jax.jit` does, and explains JAX's refusal to call a program with compiler
+    options inside another one."""
     compiled: Any = jax.jit(function, **options)
 
     @functools.wraps(function)
@@ -80,13 +79,13 @@ def _outermost(function: Callable[..., Any], **options: Any) -> Any:
 def _compiler_options(sums: str) -> dict[str, Any]:
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if sums == "fixed":
-        # The CPU's kernel library, chosen by an array's size, sums in an order of its own.
+        # XLA picks the CPU's kernel library by an array's size, and it sums in another order.
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
     return options
 
 
 def jit_by_precision(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function of `precision`, a static argument, to be compiled with every cast. The
+    """Decorates a function whose static argument `precision` selects the compiled program. The
     result has `jax.jit`'s method `lower`."""
 
     def decorate(function: Callable[..., Any]) -> Any:

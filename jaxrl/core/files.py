@@ -1,5 +1,4 @@
-"""Files that other processes read or that a user may have changed: replaced atomically, read only
-if they are regular."""
+"""Atomic writes, and reads that refuse anything but regular files."""
 
 import os
 from pathlib import Path
@@ -9,7 +8,7 @@ def write_whole(path: Path, text: str) -> None:
     """Replaces a file atomically. Readers see the old content or the new one, even if the writer is
     killed or the machine stops."""
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # a killed writer's; as a FIFO it would block, as a link lead away
+    new.unlink(missing_ok=True)  # left by a killed writer, or a FIFO or a link
     with new.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -18,12 +17,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_whole(path: Path) -> bytes | None:
-    """Returns the content of a file; None without one.
-
-    Raises:
-      ValueError: as `check_regular`.
-      OSError: if it cannot be read.
-    """
+    """Returns the content of a file; None if it does not exist. Raises as `check_regular`."""
     if not os.path.lexists(path):
         return None
     check_regular(path)
@@ -31,11 +25,8 @@ def read_whole(path: Path) -> bytes | None:
 
 
 def check_regular(path: Path) -> None:
-    """Checks that a path is a file or a link to one; reading a FIFO would block for ever.
-
-    Raises:
-      ValueError: if it is not; the message names it.
-    """
+    """Checks that a path is a file or a link to one, because reading a FIFO would block; raises
+    ValueError if it is not."""
     if path.is_file():
         return
     kind = "a link to nothing" if not path.exists() else "not a regular file"

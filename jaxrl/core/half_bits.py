@@ -1,8 +1,7 @@
 """Half-precision arrays as integers, for code that only moves them.
 
 XLA on CPU slices and updates bf16 arrays by way of f32: updating one slot of a cache would convert
-the whole cache twice. Integers are moved as they are, and the change of type is free on every
-backend.
+the whole cache twice. Integers are not converted, and the bitcast is free on every backend.
 """
 
 import jax

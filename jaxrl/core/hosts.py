@@ -25,7 +25,7 @@ _SMALLEST = 4096  # bytes; each size compiles a program
 
 
 class ReportedError(RuntimeError):
-    """An error that was already printed."""
+    """An error that `report` has printed already."""
 
 
 def report(error: Exception) -> None:
@@ -102,8 +102,8 @@ class Hosts:
     def on_all(self, function: Callable[..., R]) -> Callable[..., R]:
         """Wraps a function so that all processes run it when process 0 calls it in `on_leader`.
 
-        For programs on the devices of all processes, which must wrap the same functions in the
-        same order. Arguments are pickled; results on the other processes are dropped.
+        For programs on the devices of all processes; all must wrap the same functions in the same
+        order. Arguments are pickled; results on the other processes are dropped.
         """
         if self.count == 1:
             return function
@@ -155,8 +155,9 @@ class Hosts:
     ) -> R | None:
         """Returns `function(source)` on process 0 and None on the others.
 
-        For a source whose items all processes compute together: the others iterate over it too.
-        `function` must iterate over it exactly once."""
+        All processes compute the items together, so the others iterate over the source too.
+        `function` must iterate over it exactly once.
+        """
         if self.leads:
             return function(source)
         deque(source, maxlen=0)

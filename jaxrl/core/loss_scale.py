@@ -1,4 +1,4 @@
-"""Loss scaling: its declaration, its text form and its state in a run (arXiv:1710.03740)."""
+"""Loss scaling: its declaration, its text form and its state in a run."""
 
 import dataclasses
 

@@ -30,7 +30,7 @@ class Mean:
 
 @struct.dataclass
 class Latest(Mean):
-    """A running count or a state: merging two keeps the later one."""
+    """A running count or a state: `+` keeps the later one."""
 
     def __add__(self, other: Mean) -> Mean:
         return other
@@ -41,21 +41,21 @@ Metrics = dict[str, Mean]
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """Averages the entries of `values` where `mask` holds; both have one shape. Entries outside the
-    mask may be anything, including NaN. No gradient passes."""
+    """Averages the entries of `values` where `mask`, of the same shape, holds. Entries outside it
+    may be anything, including NaN. No gradient passes."""
     mask = mask.astype(bool)
     total = jnp.sum(jnp.where(mask, jax.lax.stop_gradient(values), 0).astype(jnp.float32))
     return Mean(total, jnp.sum(mask, dtype=jnp.float32))
 
 
 def masked_means(values: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
-    """Averages each of several arrays by `masked_mean`."""
+    """Applies `masked_mean` to each array."""
     return {name: masked_mean(array, mask) for name, array in values.items()}
 
 
 def merge(first: Mapping[str, Mean], second: Mapping[str, Mean]) -> Metrics:
-    """Merges the metrics of two populations, `second` being the later one. A name in only one of
-    them is kept unchanged."""
+    """Merges the metrics of two populations; `second` is the later one. A name in only one of them
+    is kept unchanged."""
     both = first.keys() & second.keys()
     return dict(first) | dict(second) | {name: first[name] + second[name] for name in both}
 

@@ -1,8 +1,7 @@
 """Packs ragged rollouts into rows of a fixed length, and rows into the microbatches of a step.
 
-`pack_minibatch` turns rollouts into the input of an optimizer step, and `abstract_minibatch`
-describes that input. `unpack` maps per-token results back to rollouts. The other functions are its
-parts.
+`pack_minibatch` makes the input of an optimizer step, and `abstract_minibatch` describes it.
+`unpack` maps per-token results back to rollouts.
 """
 
 import dataclasses
@@ -20,14 +19,14 @@ from jaxrl.sharding.transfer import place
 
 
 class Alignment(NamedTuple):
-    """Layout of sequences within a row: where they may begin, and what of them is written."""
+    """Layout of sequences within a row."""
 
     start: int  # sequences begin at multiples of this number of tokens
-    block: int  # and at one of this, if they would cross one otherwise
+    block: int  # a sequence that would cross a multiple of this begins at one
     shared: bool = False  # prefixes that prompts share are written once, see `prefixes`
 
     def begin(self, free: int, length: int) -> int:
-        """Returns where a sequence begins in a row that is free from `free` on."""
+        """Returns the first place for a sequence in a row that is free from `free` on."""
         begin = -(-free // self.start) * self.start
         crosses = begin // self.block != (begin + length - 1) // self.block
         return -(-begin // self.block) * self.block if crosses else begin
@@ -39,8 +38,7 @@ SHARED = ANYWHERE._replace(shared=True)
 
 
 def most_sequences(row_length: int) -> int:
-    """Returns how many sequences a row may have, so that kernels of attention can reserve memory
-    for each."""
+    """Bounds the sequences of a row, so that kernels of attention can reserve memory for each."""
     return 16 + row_length // 256
 
 
@@ -59,7 +57,7 @@ class MinibatchShape:
     """
 
     row_length: int  # in tokens
-    rows_per_microbatch: int  # those computed at once
+    rows_per_microbatch: int  # computed at once
     max_rows: int | None = None
     packed: bool = True  # sequences share a row where they fit; otherwise each has its own
     align: Alignment = ANYWHERE
@@ -67,7 +65,7 @@ class MinibatchShape:
     sharding: Any = None  # of arrays [rows, tokens]; None for the default device
 
     def microbatches(self, rows: int) -> int:
-        """Counts the microbatches that hold so many rows, at least one."""
+        """Counts the microbatches that this number of rows fills, at least one."""
         return max(1, -(-rows // self.rows_per_microbatch))
 
 
@@ -75,7 +73,7 @@ class Rows(NamedTuple):
     """Rollouts by row."""
 
     members: list[Sequence[int]]  # indices of the rollouts of each row; empty rows are padding
-    microbatches: int  # those in use
+    microbatches: int  # in use
 
 
 def pack_minibatch(
@@ -86,8 +84,7 @@ def pack_minibatch(
     values: Sequence[np.ndarray] | None = None,
     returns: Sequence[np.ndarray] | None = None,
 ) -> Minibatch:
-    """Packs rollouts into a minibatch on the devices; arguments and errors are those of `pack` and
-    `plan_rows`."""
+    """Packs rollouts into a minibatch on the devices; see `pack` and `plan_rows`."""
     rows = plan_rows(rollouts, shape)
     batch = pack(
         rollouts,
@@ -113,15 +110,14 @@ def abstract_minibatch(
     coefficients: Collection[str] = (),
     experts: tuple[int, int] | None = None,
 ) -> Minibatch:
-    """Describes every minibatch of a shape by its arrays' shapes, dtypes and shardings: what a step
-    is compiled for.
+    """Describes the minibatches of a shape: their arrays' shapes, dtypes and shardings.
 
     Args:
-      shape: with `max_rows`.
+      shape: a shape with `max_rows`.
       critic: True if the batch has a critic's values and returns.
-      scores: those that it has besides, of "anchor" and "reference".
+      scores: "anchor", "reference", both or neither.
       coefficients: names of the terms that controllers steer.
-      experts: (routed layers, experts per token) if it records experts.
+      experts: (routed layers, experts per token) if the batch records experts.
 
     Raises:
       ValueError: if the shape does not bound its rows.
@@ -152,8 +148,8 @@ def abstract_minibatch(
 def unpack(
     array: np.ndarray, rollouts: Sequence[Rollout], *, shape: MinibatchShape
 ) -> list[np.ndarray]:
-    """Inverts `pack_minibatch`: returns the entries of an array [N, T] for the completion of each
-    rollout, [C]."""
+    """Inverts `pack_minibatch`: returns the part of an array [N, T] that belongs to each rollout's
+    completion, [C]."""
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(plan_rows(rollouts, shape).members):
         for i, span in zip(members, _spans(rollouts, members, shape.align), strict=True):
@@ -165,8 +161,8 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     """Assigns rollouts to the rows of a minibatch. Deterministic.
 
     The compiled step divides its batch with a stride (row i belongs to microbatch i mod n), which
-    keeps each microbatch spread evenly over the devices that hold the rows. Rows are placed so that
-    it can stop after the last microbatch in use.
+    spreads each microbatch evenly over the devices that hold the rows. Rows are placed so that the
+    step can stop after the last microbatch in use.
 
     Raises:
       ValueError: if a sequence is longer than a row, or the rows exceed `max_rows`.
@@ -178,7 +174,7 @@ def plan_rows(rollouts: Sequence[Rollout], shape: MinibatchShape) -> Rows:
     if used > microbatches:
         raise ValueError(
             f"{len(rows)} rows fill {used} microbatches of {per} rows, but the batch has room for "
-            f"{microbatches}"
+            f"{microbatches}; raise max_rows"
         )
     # Deal row by row over the microbatches in use, so that all are about equally full.
     placed: list[Sequence[int]] = [()] * (per * microbatches)
@@ -225,8 +221,8 @@ def _spans(rollouts: Sequence[Rollout], members: Sequence[int], align: Alignment
 def assign_rows(
     lengths: Sequence[int], *, row_length: int, align: Alignment = ANYWHERE, most: int | None = None
 ) -> list[list[int]]:
-    """Packs sequences of these lengths into rows by first-fit decreasing: returns the indices of
-    the sequences of each row, at most `most` of them. Deterministic: ties keep the given order.
+    """Packs sequences into rows by first-fit decreasing: returns each row's indices, at most `most`
+    of them. Deterministic: ties keep the given order.
 
     Raises:
       ValueError: if a sequence is longer than a row; the message names it.
@@ -270,19 +266,21 @@ def pack(
       rollouts: the samples.
       advantages: for each rollout one number, or f32[C] for its completion tokens.
       values: for each rollout f32[C], of a critic; None without one.
-      returns: f32[C] for each rollout, the critic's targets; None without one.
+      returns: for each rollout f32[C], the critic's targets; None without one.
       rows: for each row of the result the indices of its rollouts, in order; an empty row is all
-        padding. See `assign_rows`; one rollout to a row is the unpacked layout.
+        padding. See `assign_rows`.
       row_length: tokens in a row.
-      align: where sequences may begin.
+      align: layout within a row.
 
     Raises:
       ValueError: if a rollout has no prompt (its first token could not be scored) or arrays of
-        different lengths, if the rollouts of a row exceed its length, or if there is not one
-        advantage per rollout; the message names it.
+        different lengths, if a row is too short for its rollouts, or if there is not one advantage
+        per rollout.
     """
     if len(advantages) != len(rollouts):
-        raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
+        raise ValueError(
+            f"{len(advantages)} advantages for {len(rollouts)} rollouts; give one for each"
+        )
     for r, members in enumerate(rows):
         used = max((span.end for span in _spans(rollouts, members, align)), default=0)
         if used > row_length:
@@ -314,8 +312,7 @@ def pack(
             arrays["action_mask"][r, completion] = rollout.action_mask
             for name, of_rollouts in given.items():
                 # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
-                chosen = np.where(rollout.action_mask, of_rollouts[i], 0)
-                arrays[name][r, completion] = chosen
+                arrays[name][r, completion] = np.where(rollout.action_mask, of_rollouts[i], 0)
             if rollout.experts is not None:
                 recorded = rollout.experts[span.skip :]
                 arrays["experts"][r, span.start : span.start + len(recorded)] = recorded
@@ -338,14 +335,14 @@ _INDEX, _SCORE = _Array(np.int32), _Array(np.float32)
 def _arrays(
     targets: Collection[str], *, shared: bool, experts: tuple[int, ...] | None
 ) -> dict[str, _Array]:
-    """Lists the arrays of a packed batch, with the critic's `targets`: the only place that does."""
+    """Lists the arrays of a packed batch, with the critic's `targets`."""
     scores = ("sampler_logprobs", "advantages", "rewards", *targets)
     arrays = dict.fromkeys(("tokens", "segments", "positions"), _INDEX)
     arrays |= {"action_mask": _Array(np.bool_)} | dict.fromkeys(scores, _SCORE)
     if shared:
         arrays["seen_until"] = _INDEX
     if experts is not None:
-        # The learner routes tokens of -1 by itself: the sampler has not reported them.
+        # -1: not reported by the sampler, so the learner routes the token itself.
         arrays["experts"] = _Array(np.int16, -1, experts)
     return arrays
 

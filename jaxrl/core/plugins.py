@@ -20,8 +20,7 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
 
     Raises:
       ValueError: if the file, module or function does not exist, or the name is not a function; the
-        message gives the key, the reference and the nearest name. An exception raised by the
-        user's file is chained to it.
+        message gives the nearest name. An exception raised by the user's file is chained to it.
     """
     where, colon, name = reference.rpartition(":")
     is_file = where.endswith(".py")
@@ -54,8 +53,8 @@ def check_parameters(
     key: str,
     also: Sequence[str] = (),
 ) -> None:
-    """Checks the keys of the config table `key` against the parameters of the function that takes
-    them. The table may contain the keys `also` besides.
+    """Checks the keys of the config table `key` against a function's parameters. The table may
+    also contain the keys `also`.
 
     Raises:
       ValueError: if the table has a key that is not a parameter, or lacks a parameter without a
@@ -78,8 +77,8 @@ def check_parameters(
 def declared_parameters(
     function: Callable[..., Any], *, key: str
 ) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of the function that the table `key` names, their annotations
-    evaluated where they can be; raises ValueError if Python does not know the parameters."""
+    """Returns the parameters of the function that the table `key` names, with annotations evaluated
+    where possible; raises ValueError if Python does not know the parameters."""
     with contextlib.suppress(Exception):  # names that only a type checker imports
         return inspect.signature(function, eval_str=True).parameters
     try:
@@ -96,8 +95,8 @@ def naming_keys(
     """Returns `make(parameters)` for the config table `key`, whose function is `name`.
 
     Raises:
-      ValueError: if it fails, with the keys at fault as the config has them: those without which it
-        would succeed. A function knows its parameters, not the keys of a config.
+      ValueError: if it fails. The message names the config's keys at fault: those without which the
+        call would succeed. The function itself knows only its parameters.
     """
     try:
         return make(parameters)
@@ -136,7 +135,7 @@ def divide_parameters(
     *,
     key: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides a config table into the arguments of `function` and those of `other` alone.
+    """Divides a config table into the arguments of `function` and the others, of `other`.
 
     Raises:
       ValueError: as `check_parameters`, if neither function takes a parameter.
@@ -169,7 +168,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _public_functions(module: ModuleType) -> list[str]:
-    """Lists the functions in the module's `__all__`, or else those that the module defines."""
+    """Lists the functions in a module's `__all__`; without it, those that the module defines."""
     listed = getattr(module, "__all__", None)
     return [
         name

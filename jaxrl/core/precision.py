@@ -1,7 +1,7 @@
 """Dtype policies: every dtype of a run, and the arithmetic of its products, is named here.
 
-A `Precision` is frozen and hashable, so it can be a static argument of a compiled function. It
-reads from and prints to one line, which is what a config file and a run directory hold::
+A `Precision` is frozen and hashable, so it can be a static argument of a compiled function. Its
+text is one line, in a config file as in a run directory::
 
     >>> str(parse("bf16_master"))
     'params=f32,compute=bf16,activations=bf16,logits=f32,grads=f32,moments=f32,wire=bf16,...'
@@ -10,7 +10,7 @@ reads from and prints to one line, which is what a config file and a run directo
     >>> dataclasses.replace(parse("fp32"), logits=jnp.bfloat16) == parse("fp32,logits=bf16")
     True
 
-Functions on the faces of jaxrl take the text itself, too: `precision="bf16_master"`.
+Public functions of jaxrl also take the text itself: `precision="bf16_master"`.
 """
 
 import dataclasses
@@ -88,12 +88,10 @@ class Precision:
       latent: form of attention, see `models.latent`. "expanded", "absorbed" (the sampler's cache is
         narrow), or "sampler": "absorbed" in the sampler alone.
       loss_scale: the scale of the loss before the backward pass.
-      text: the line that it was read from, as a config shows it, or `str` of it. Equal ones may
-        have different texts.
+      text: the line that it was read from, or `str` of it. Equal policies may differ in it.
 
     Raises:
-      ValueError: for a role that cannot have its dtype; the message names the role, the value and
-        the names of dtypes.
+      ValueError: for a role that cannot have its dtype; the message names role, value and dtypes.
     """
 
     params: DType
@@ -163,7 +161,7 @@ class Precision:
 
     @property
     def exported(self) -> DType:
-        """Dtype of a trained model's files: `wire`, or `sampler` where `wire` has 8 bits."""
+        """Dtype of a trained model's files: `wire`, or `sampler` if `wire` has 8 bits."""
         return self.wire if self.wire.itemsize > 1 else self.sampler
 
     def __str__(self) -> str:
@@ -212,7 +210,7 @@ ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.init and f.name
 
 _F32: dict[str, Any] = dict.fromkeys(ROLES, "f32")
 _FP32 = Precision(**_F32)
-_changed = functools.partial(dataclasses.replace, _FP32)  # takes the names of dtypes, too
+_changed = functools.partial(dataclasses.replace, _FP32)  # also takes the names of dtypes
 _BF16 = dict.fromkeys(("compute", "activations", "wire", "sampler"), "bf16")
 _F16 = dict.fromkeys(_BF16, "f16")
 
@@ -240,13 +238,9 @@ def parse(text: str) -> Precision:
       >>> parse(str(precision)) == precision
       True
 
-    Args:
-      text: for example `"fp16_master"`, `"bf16_master,logits=bf16"`, or the string form of a
-        `Precision` with every role in it.
-
     Raises:
       ValueError: for an unknown preset, role or dtype, a role given twice, or a role that is
-        missing from a full list; the message lists what exists.
+        missing from a full list; the message lists the known names.
     """
     first, *rest = (part.strip() for part in text.split(","))
     assignments = rest if "=" not in first else [first, *rest]
@@ -278,16 +272,8 @@ def parse(text: str) -> Precision:
 
 
 def check_products(precision: Precision | str, platform: str, *, devices: int = 1) -> None:
-    """Checks that devices can compute products as a dtype policy says.
-
-    Args:
-      precision: the dtype policy.
-      platform: as JAX names it, such as "cpu", "cuda" or "tpu".
-      devices: the number of those that share a program.
-
-    Raises:
-      ValueError: if they cannot; the message names the role and what they can do.
-    """
+    """Checks that a platform, such as "cpu", "cuda" or "tpu", can compute a dtype policy's products
+    in a program over this number of devices; raises ValueError, with the remedy, if not."""
     precision = Precision.of(precision)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     if platform not in PRODUCTS[precision.products][1]:
@@ -297,7 +283,7 @@ def check_products(precision: Precision | str, platform: str, *, devices: int = 
             f"{platform!r}; use one of {able}"
         )
     if devices > 1 and precision.products != "exact":
-        # Its partitioner drops the algorithm of a product that it divides.
+        # XLA's partitioner drops the algorithm of a product that it divides.
         raise ValueError(
             f"precision: XLA cannot divide products={precision.products} over {devices} devices; "
             "use exact, or one device"
@@ -326,7 +312,7 @@ def sampler_precision(precision: Precision | str) -> Precision:
 
 
 def disagreement(precision: Precision | str) -> str | None:
-    """Describes the difference of the learner's forward pass from the sampler's, and the remedy;
+    """Describes the difference between the forward passes of learner and sampler, and the remedy;
     None if both compute with the same weights in the same dtypes.
 
     Example:
