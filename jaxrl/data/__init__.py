@@ -1,4 +1,4 @@
-"""Rows on disk or on the hub become prompts, texts and pairs, in a reproducible order."""
+"""Prompts, texts and pairs from files or the hub, in a reproducible order."""
 
 import lazy_loader
 

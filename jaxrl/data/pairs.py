@@ -16,7 +16,7 @@ class Pair(NamedTuple):
 
     chosen: Rollout
     rejected: Rollout
-    margin: float  # by which the chosen one should score higher
+    margin: float  # wanted difference of their scores
 
     @property
     def length(self) -> int:
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 class Pairs(NamedTuple):
     """Pairs in the order of the file."""
 
-    pairs: Sequence[Pair]  # those that fit into a row
+    pairs: Sequence[Pair]  # that fit into a row
     too_long: int  # number of longer pairs, which were dropped
 
 
@@ -48,13 +48,13 @@ def read_pairs(
     rendering: Rendering,
     max_tokens: int,
 ) -> Pairs:
-    """Tokenises pairs; prompt and completion separately, as in sampling. Pairs with more than
-    `max_tokens` are dropped and counted.
+    """Tokenises pairs, prompt and completion separately as in sampling. Drops and counts pairs with
+    more than `max_tokens`.
 
     Raises:
-      ValueError: for a missing column or one of the wrong type, completions of different prompts, a
-        margin that is not a number, a tokenizer without an end-of-sequence token, or if no pair is
-        left; the message names file, line and key.
+      ValueError: for a missing or mistyped column, completions of different prompts, a margin that
+        is not a number, a tokenizer without an end-of-sequence token, or if no pair is left; the
+        message names file, line and key.
     """
     end = prompts.end_token(tokenizer)
     render = prompts.make_renderer(tokenizer, rendering)

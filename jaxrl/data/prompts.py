@@ -20,50 +20,41 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of a text."""
-        ...
 
     def get_vocab(self) -> dict[str, int]:
         """Returns {token: id} of all tokens."""
-        ...
 
     def get_added_vocab(self) -> dict[str, int]:
         """Returns {token: id} of tokens added to the vocabulary, control tokens included."""
-        ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
         """Returns the text of token ids."""
-        ...
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
     ) -> Any:
         """Renders messages as one text."""
-        ...
 
 
 class Example(NamedTuple):
-    """One prompt. Its record is the row with the rendered text as `prompt` and the reference answer
-    as `answer`."""
+    """One prompt."""
 
     tokens: np.ndarray  # i32[P], the rendered prompt
-    record: Mapping[str, Any]
+    record: Mapping[str, Any]  # the row, with "prompt" (rendered) and "answer" (the reference)
     row: Mapping[str, Any]  # as it stands in the data
 
 
 class Prompts(NamedTuple):
     """Prompts in the order of the file."""
 
-    examples: Sequence[Example]  # those within the length limit
+    examples: Sequence[Example]  # within the length limit
     too_long: int  # number of longer prompts, which were dropped
 
 
 class Rendering(NamedTuple):
-    """The rendering of prompts to text.
+    """The rendering of prompts to text."""
 
-    "chat" applies the chat template, "text" does not, "auto" does if there is one.
-    """
-
-    template: Literal["auto", "chat", "text"] = "auto"
+    template: Literal["auto", "chat", "text"] = "auto"  # "auto": "chat" if there is a template
     system_prompt: str | None = None  # content of a first message; needs a chat template
     prompt_format: str = "{prompt}"  # {prompt} is replaced by the prompt
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas for the chat template
@@ -79,15 +70,15 @@ def load_prompts(
     max_tokens: int,
     limit: int | None = None,
 ) -> Prompts:
-    """Renders and tokenises prompts; those longer than `max_tokens` are dropped and counted.
+    """Renders and tokenises prompts; drops and counts those longer than `max_tokens`.
 
     The column `prompt_key` has a text or a list of {role, content} messages. The column
     `answer_key` becomes `record["answer"]`; None without reference answers. Reading stops after
     `limit` prompts; None reads all.
 
     Raises:
-      ValueError: for a missing column or one of the wrong type, or if no prompt is left; the
-        message names file, line and key.
+      ValueError: for a missing or mistyped column, or if no prompt is left; the message names file,
+        line and key.
     """
     render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
     examples: list[Example] = []
@@ -115,18 +106,13 @@ def load_prompts(
 
 
 def most_characters(tokenizer: Tokenizer, max_tokens: int) -> int:
-    """Returns a number of characters that no text of `max_tokens` tokens has, four times what they
-    spell: tokenizers may drop or merge characters. To tokenise a text of megabytes takes minutes.
-    """
+    """Bounds the characters of a text of `max_tokens` tokens: tokenising megabytes is slow."""
+    # Four times the longest tokens, because tokenizers may drop or merge characters.
     return 4 * max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def end_token(tokenizer: Tokenizer) -> int:
-    """Returns the id of the end-of-sequence token.
-
-    Raises:
-      ValueError: if the tokenizer has none.
-    """
+    """Returns the id of the end-of-sequence token; raises ValueError if there is none."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-sequence token; set eos_token in its config")
     return tokenizer.eos_token_id
@@ -135,8 +121,7 @@ def end_token(tokenizer: Tokenizer) -> int:
 def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[RawPrompt, str], str]:
     """Returns the function that renders prompts: (prompt, the row's place for errors) -> text.
 
-    The text ends where the completion begins. Its only special tokens are those that the chat
-    template writes.
+    The text ends where the completion begins. Only the chat template writes special tokens.
 
     Raises:
       ValueError: if the rendering needs a chat template and the tokenizer has none.
@@ -182,10 +167,10 @@ def apply_template(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Renders messages with the chat template of the model, up to where the next turn begins.
+    """Renders messages with the model's chat template, up to the beginning of the next turn.
 
     Raises:
-      ValueError: if the template fails, as it may for any reason, or returns no valid text.
+      ValueError: if the template fails or returns no valid text.
     """
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
@@ -215,7 +200,7 @@ def next_indices(size: int, *, position: int, count: int, seed: int) -> np.ndarr
     """Returns the indices of the next examples out of `size`, i64[count].
 
     Each epoch is a permutation that depends only on the seed and the epoch's number. So a
-    checkpoint needs only the position: the number of examples taken since the start.
+    checkpoint holds only the position: the number of examples taken since the start.
     """
     places = np.arange(position, position + count)
     return np.array([_permutation(size, int(p) // size, seed)[p % size] for p in places])
@@ -227,11 +212,7 @@ def _permutation(size: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt:
-    """Returns the prompt of a column.
-
-    Raises:
-      ValueError: if it is neither a text nor messages; the message names the place.
-    """
+    """Returns the prompt of a column; raises ValueError if it is neither a text nor messages."""
     value = read_column(record, key, where=where)
     if isinstance(value, str):
         return value

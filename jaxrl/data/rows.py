@@ -18,7 +18,7 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
 
     Args:
       path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
-      split: of a hub data set whose path names none.
+      split: split of a hub data set whose path names none.
 
     Raises:
       ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
@@ -38,11 +38,7 @@ def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
 
 
 def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
-    """Returns the value of a column.
-
-    Raises:
-      ValueError: if it is missing; the message names the place and the existing columns.
-    """
+    """Returns the value of a column; raises ValueError if it is missing."""
     if record.get(key) is None:
         names = ", ".join(map(repr, record))
         raise ValueError(f"{where}: no {key!r}; the columns are {names:.500}")
@@ -50,7 +46,7 @@ def read_column(record: Mapping[str, Any], key: str, *, where: str) -> Any:
 
 
 def read_text(record: Mapping[str, Any], key: str, *, where: str) -> str:
-    """Returns the text of a column; raises ValueError as `read_column`, and for another type."""
+    """Returns the text of a column; raises ValueError if it is missing or not a text."""
     value = read_column(record, key, where=where)
     if not isinstance(value, str):
         raise ValueError(f"{where}: {key!r} is {value!r:.80}, expected a text")
@@ -58,11 +54,8 @@ def read_text(record: Mapping[str, Any], key: str, *, where: str) -> str:
 
 
 def check_characters(text: str) -> None:
-    """Checks that a text can be encoded.
-
-    Raises:
-      ValueError: for half of a character, which escapes in JSON and in templates can write.
-    """
+    """Checks that a text can be encoded; raises ValueError for half of a character, which escapes
+    in JSON and in templates can write."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -106,7 +99,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    # Not every error of a broken file is one of pyarrow's own.
+    # A broken file does not always raise one of pyarrow's own errors.
     errors = (pyarrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError)
     number = 0
     try:
@@ -142,4 +135,4 @@ READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
-"""Readers of files by the ends of their names."""
+"""Readers of files by suffix."""
