@@ -1,4 +1,4 @@
-"""Advantages: the worth of a completion beyond expectation, from its rewards (host, numpy)."""
+"""Advantages: rewards of completions relative to a baseline (host, numpy)."""
 
 import lazy_loader
 

@@ -10,8 +10,8 @@ from jaxrl.advantages.outcomes import Outcomes, by_component, within_group
 
 @within_group
 def opo(outcomes: Outcomes) -> np.ndarray:
-    """Reward - mean of the group weighted by length, the baseline of least variance if tokens
-    contribute alike; f32[N].
+    """Reward - mean of the group weighted by length, the baseline of least variance if all tokens
+    contribute equally; f32[N].
 
     OPO, arXiv:2505.23585.
 
@@ -30,26 +30,20 @@ def opo(outcomes: Outcomes) -> np.ndarray:
 @by_component
 @within_group
 def gdpo(outcomes: Outcomes, *, eps: float = 1e-6) -> np.ndarray:
-    """Each component of the reward relative to its group, their weighted sum, and that relative to
-    the batch; f32[N]. A component of large values does not drown the others.
+    """Each component of the reward relative to its group, their weighted sum, and the sum relative
+    to the batch; f32[N]. A component of large values does not drown the others.
 
     GDPO, arXiv:2601.05242.
 
     Example:
       >>> parts = {"right": np.array([1.0, 0.0]), "short": np.array([0.0, 100.0])}
-      >>> outcomes = Outcomes(
-      ...     rewards=parts["right"] + parts["short"],
-      ...     groups=np.array([7, 7]),
-      ...     action_masks=[np.ones(1, bool)] * 2,
-      ...     components=parts,
-      ...     weights={"right": 2.0, "short": 1.0},
-      ... )
-      >>> gdpo(outcomes).round(3)
+      >>> weights, groups = {"right": 2.0, "short": 1.0}, np.array([7, 7])
+      >>> given = {"rewards": sum(parts.values()), "action_masks": [np.ones(1, bool)] * 2}
+      >>> gdpo(Outcomes(groups=groups, components=parts, weights=weights, **given)).round(3)
       array([ 0.707, -0.707], dtype=float32)
 
     Raises:
-      ValueError: if the outcomes hold no components, or a penalty for distance from the reference,
-        which is not a component.
+      ValueError: if the outcomes hold no components, or a penalty, which is not a component.
     """
     if outcomes.penalties is not None:
         raise ValueError(
@@ -89,10 +83,8 @@ def reinforce_pp(outcomes: Outcomes, *, gamma: float = 1.0, eps: float = 1e-8) -
     REINFORCE++, arXiv:2501.03262.
 
     Example:
-      >>> masks = [np.ones(2, bool)] * 2
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0, 0.0]), groups=np.array([7, 8]), action_masks=masks
-      ... )
+      >>> rewards, masks = np.array([1.0, 0.0]), [np.ones(2, bool)] * 2
+      >>> outcomes = Outcomes(rewards=rewards, groups=np.array([7, 8]), action_masks=masks)
       >>> np.stack(reinforce_pp(outcomes, gamma=0.5)).round(2)
       array([[ 0.26,  1.31],
              [-0.78, -0.78]], dtype=float32)
@@ -131,20 +123,17 @@ def reinforce_pp_baseline(outcomes: Outcomes, *, eps: float = 1e-8) -> np.ndarra
 
 @within_group
 def turn_relative(outcomes: Outcomes) -> list[np.ndarray]:
-    """Reward of an episode from a turn on, minus its mean over the episodes of the group that reach
-    the turn: at each token of the turn; for each completion f32[C].
+    """Reward of an episode from a turn on, minus its mean over the group's episodes that reach the
+    turn; one number for all tokens of the turn; for each completion f32[C].
 
     A turn gets no credit for rewards before it. After the turn-level advantages of
     arXiv:2505.11821. Completions of a single turn get the advantages of `centred`. A reward that is
     NaN is left out of every mean, and its advantage is 0.
 
     Example:
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0, 3.0]),
-      ...     groups=np.array([7, 7]),
-      ...     action_masks=[np.ones(2, bool)] * 2,
-      ...     turns=[[(0, 1, 1.0), (1, 2, 0.0)], [(0, 1, 0.0), (1, 2, 3.0)]],
-      ... )
+      >>> given = {"groups": np.array([7, 7]), "action_masks": [np.ones(2, bool)] * 2}
+      >>> turns = [[(0, 1, 1.0), (1, 2, 0.0)], [(0, 1, 0.0), (1, 2, 3.0)]]
+      >>> outcomes = Outcomes(rewards=np.array([1.0, 3.0]), turns=turns, **given)
       >>> [found.tolist() for found in turn_relative(outcomes)]
       [[-1.0, -1.5], [1.0, 1.5]]
     """

@@ -30,7 +30,7 @@ def gae(
       lam: 0 trusts the critic, 1 the rewards.
 
     Returns:
-      (advantages, returns), both f32[T]; the returns, advantages + values, are the critic's target.
+      (advantages, returns), both f32[T]; the critic's targets, returns, are advantages + values.
 
     Raises:
       ValueError: if the three arrays do not have one shape [T].
@@ -60,12 +60,9 @@ def generalized(outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95) ->
     PPO, arXiv:1707.06347.
 
     Example:
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0, 0.0]),
-      ...     groups=np.array([7, 8]),
-      ...     action_masks=[np.ones(2, bool)] * 2,
-      ...     values=[np.array([0.5, 0.75]), np.array([0.5, 0.25])],
-      ... )
+      >>> values = [np.array([0.5, 0.75]), np.array([0.5, 0.25])]
+      >>> given = {"groups": np.array([7, 8]), "action_masks": [np.ones(2, bool)] * 2}
+      >>> outcomes = Outcomes(rewards=np.array([1.0, 0.0]), values=values, **given)
       >>> np.stack(generalized(outcomes, lam=1.0)).round(2)
       array([[ 1.1 ,  0.55],
              [-1.1 , -0.55]], dtype=float32)
@@ -80,32 +77,24 @@ def length_adaptive(
     outcomes: Outcomes, *, gamma: float = 1.0, alpha: float = 0.05
 ) -> list[np.ndarray]:
     """`generalized` with lam = 1 - 1 / (alpha length), at least 0, of each completion: the weights
-    of the surprises ahead of a token add up to alpha length, in a long completion as in a short
-    one. For each completion f32[C].
+    of the surprises ahead of a token add up to alpha length. For each completion f32[C].
 
     VAPO, arXiv:2504.05118. Up to 1 / alpha tokens the paper's lam would be negative; as in NeMo-RL
     it is 0 there. Raises as `generalized`.
 
     Example:
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0, 0.0]),
-      ...     groups=np.array([7, 8]),
-      ...     action_masks=[np.ones(2, bool)] * 2,
-      ...     values=[np.array([0.5, 0.75]), np.array([0.5, 0.25])],
-      ... )
+      >>> values = [np.array([0.5, 0.75]), np.array([0.5, 0.25])]
+      >>> given = {"groups": np.array([7, 8]), "action_masks": [np.ones(2, bool)] * 2}
+      >>> outcomes = Outcomes(rewards=np.array([1.0, 0.0]), values=values, **given)
       >>> np.stack(length_adaptive(outcomes, alpha=1.0)).round(2)  # lam = 1 / 2
       array([[ 1.02,  0.68],
              [-1.02, -0.68]], dtype=float32)
     """
-
-    def lam(length: int) -> float:
-        return 1 - 1 / max(alpha * length, 1.0)
-
-    return _whitened(outcomes, gamma, lam)
+    return _whitened(outcomes, gamma, lambda length: 1 - 1 / max(alpha * length, 1.0))
 
 
 def _whitened(outcomes: Outcomes, gamma: float, lam: Callable[[int], float]) -> list[np.ndarray]:
-    """Less their mean and divided by their standard deviation over the tokens of the batch."""
+    """Computes `gae` less its mean and divided by its standard deviation over the batch."""
     found = [advantages for advantages, _ in _estimated(outcomes, gamma, lam)]
     known = _chosen(found, outcomes)
     mean, spread = (known.mean(), known.std(ddof=1)) if known.size > 1 else (0.0, 1.0)
@@ -118,16 +107,13 @@ def _whitened(outcomes: Outcomes, gamma: float, lam: Callable[[int], float]) -> 
 def lambda_returns(
     outcomes: Outcomes, *, gamma: float = 1.0, lam: float = 0.95
 ) -> list[np.ndarray]:
-    """The targets of the critic that go with `generalized`, f32[C] for each completion. Raises as
+    """The critic's targets that go with `generalized`, f32[C] for each completion. Raises as
     `generalized`.
 
     Example:
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0]),
-      ...     groups=np.array([7]),
-      ...     action_masks=[np.ones(2, bool)],
-      ...     values=[np.array([0.25, 0.5])],
-      ... )
+      >>> given = {"rewards": np.array([1.0]), "groups": np.array([7])}
+      >>> values, masks = [np.array([0.25, 0.5])], [np.ones(2, bool)]
+      >>> outcomes = Outcomes(action_masks=masks, values=values, **given)
       >>> [lambda_returns(outcomes, lam=lam)[0].tolist() for lam in (0.0, 1.0)]
       [[0.5, 1.0], [1.0, 1.0]]
     """
@@ -140,12 +126,9 @@ def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> flo
     are f[C] for each completion.
 
     Example:
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0]),
-      ...     groups=np.array([7]),
-      ...     action_masks=[np.ones(2, bool)],
-      ...     values=[np.array([0.0, 0.5])],
-      ... )
+      >>> given = {"rewards": np.array([1.0]), "groups": np.array([7])}
+      >>> values, masks = [np.array([0.0, 0.5])], [np.ones(2, bool)]
+      >>> outcomes = Outcomes(action_masks=masks, values=values, **given)
       >>> explained_variance([np.array([0.0, 1.0])], outcomes)
       0.75
     """
@@ -159,7 +142,7 @@ def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> flo
 def _estimated(
     outcomes: Outcomes, gamma: float, lam: Callable[[int], float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`gae` of each completion; `lam` maps its number of tokens that the policy chose."""
+    """Applies `gae` to each completion, with `lam` of its number of tokens."""
     given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, strict=True)
     return [
         gae(rewards, values, mask, gamma=gamma, lam=lam(int(mask.sum())))

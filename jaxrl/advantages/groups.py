@@ -85,7 +85,7 @@ def leave_one_out_relative(
     """(reward - mean of the others in the group) / (std of the others + eps), std unbiased. Where
     the others are all equal it is the difference itself; alone in its group: 0.
 
-    RLOO's baseline (arXiv:2402.14740) in units of the std of what it is made of: NeMo-RL's
+    RLOO's baseline (arXiv:2402.14740), normalised by the std of the same rewards: NeMo-RL's
     leave-one-out baseline with normalised rewards, in MLPerf's GRPO recipe. Raises as
     `group_relative`.
 
@@ -108,7 +108,7 @@ def leave_one_out_relative(
 
 @within_group
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The best completion of a group gets its reward - that of the second best, the others get 0;
+    """The best completion of a group gets its reward - the second best reward, the others get 0;
     with a tie for the first place all get 0; alone in its group: the reward.
 
     The gradient of the expected best of k completions, arXiv:2503.19595.
@@ -141,7 +141,7 @@ def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
       array([ 3., -1., -1., -1.], dtype=float32)
 
     Raises:
-      ValueError: for a negative reward, too.
+      ValueError: also for a negative reward.
     """
     rewards, index, count = grouped(rewards, groups)
     negative = np.flatnonzero(rewards < 0)
@@ -155,7 +155,7 @@ def max_rl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
-    """Counts groups of two or more known rewards that are all equal: they have no gradient.
+    """Counts groups of two or more known rewards, all equal: they have no gradient.
 
     Example:
       >>> zero_std_groups(np.array([1.0, 1.0, 1.0, 0.0]), np.array([7, 7, 8, 8]))
@@ -169,7 +169,7 @@ def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
 
 
 def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rewards in f64, the index of each one's group, and the known rewards per group."""
+    """Returns rewards in f64, the group index of each, and the known rewards per group."""
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise ValueError(
@@ -186,7 +186,8 @@ def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Computes the mean of the known rewards of each one's group, from what `grouped` returns."""
+    """Computes, for each reward, the mean of its group's known rewards; arguments as `grouped`
+    returns them."""
     total = np.bincount(index, np.nan_to_num(rewards), minlength=len(count))
     return (total / np.maximum(count, 1))[index]
 

@@ -1,4 +1,4 @@
-"""Outcomes: the input of an advantage estimator, the completions of a rollout and their rewards."""
+"""Outcomes: completions and their rewards, the input of an advantage estimator."""
 
 import functools
 import inspect
@@ -27,16 +27,15 @@ class Outcomes:
       rewards: f64[N], the whole reward of each completion; NaN where it could not be computed.
       groups: i[N], index of the prompt.
       action_masks: for each completion bool[C], True at tokens that the policy chose.
-      components: for each reward function its own values, f64[N], before the weight.
+      components: for each reward function its values, f64[N], before the weight.
       weights: for each reward function its weight.
       penalties: for each completion f64[C], the penalty at each token for distance from the
-        reference (`rewards` has their sum); None if there is no such penalty.
+        reference (`rewards` has their sum); None without one.
       values: for each completion f32[C], a critic's expectation before each token; None without a
         critic.
       turns: for each completion the begin and end of each turn, and the environment's reward for it
         (`rewards` has their sum); None if completions have a single turn.
-      greedy: () -> f64[N], the reward of the greedy completion of each prompt. It is sampled only
-        if it is asked for.
+      greedy: () -> f64[N], the reward of each prompt's greedy completion, sampled on demand.
 
     Example:
       >>> masks = [np.array([True, True, False, True])]
@@ -57,7 +56,7 @@ class Outcomes:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens that the policy chose, i[N]."""
+        """Numbers of tokens that the policy chose, i[N]."""
         return np.array([np.sum(mask) for mask in self.action_masks], int)
 
     @property
@@ -70,7 +69,7 @@ class Outcomes:
         """Divides each reward over its tokens, f64[C] for each completion.
 
         A token that the policy chose gets minus its penalty, the last token of a turn the
-        environment's reward for the turn, the very last token the rest. NaN rewards give 0.
+        environment's reward for the turn, and the very last token the rest. NaN rewards give 0.
         """
         found = []
         for i, mask in enumerate(self.action_masks):
@@ -95,8 +94,8 @@ E = TypeVar("E", bound=Callable[..., Advantages])
 
 
 def within_group(estimator: E) -> E:
-    """Marks an estimator that compares the completions of a prompt. A run with one completion per
-    prompt is then refused.
+    """Marks an estimator that compares the completions of a prompt: a run with one completion per
+    prompt is refused.
 
     Example:
       >>> @within_group
@@ -110,8 +109,8 @@ def within_group(estimator: E) -> E:
 
 
 def by_component(estimator: E) -> E:
-    """Marks an estimator that reads the components of the reward and not their sum. A run with a
-    penalty on the sum alone is then refused.
+    """Marks an estimator that reads the components of the reward and not their sum: a run with a
+    penalty on the sum alone is refused.
 
     Example:
       >>> @by_component
@@ -141,14 +140,12 @@ def is_marked(estimator: AdvantageEstimator, mark: Callable[[Any], Any]) -> bool
 
 def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
     """Applies an estimator: one with two parameters is given rewards and groups, one with a single
-    parameter everything. Parameters with a default do not count.
+    parameter the outcomes. Parameters with a default do not count.
 
     Example:
       >>> from jaxrl.advantages import centred
-      >>> masks = [np.ones(1, bool)] * 2
-      >>> outcomes = Outcomes(
-      ...     rewards=np.array([1.0, 0.0]), groups=np.array([7, 7]), action_masks=masks
-      ... )
+      >>> rewards, masks = np.array([1.0, 0.0]), [np.ones(1, bool)] * 2
+      >>> outcomes = Outcomes(rewards=rewards, groups=np.array([7, 7]), action_masks=masks)
       >>> estimate(centred, outcomes), estimate(lambda outcomes: outcomes.rewards, outcomes)
       (array([ 0.5, -0.5], dtype=float32), array([1., 0.]))
 

@@ -33,7 +33,7 @@ def with_log_ratios(
 ) -> list[np.ndarray]:
     """Adds weight x log teacher / sampler to the advantages: f32[C] for each completion.
 
-    Each token is credited with its own log-ratio and with none that come after it: a discount of 0
+    Each token is credited with its own log-ratio alone, not with later ones: a discount of 0
     (Thinking Machines, "On-Policy Distillation", 2025).
 
     Example:
