@@ -1,8 +1,8 @@
 """Losses composed like numbers: `clipped(over_sampler) + 0.001 * kl_penalty()`.
 
-A ratio names the policies that are compared, a surrogate turns ratio and advantage into a loss per
-token, corrections reweight it, regularizers are added, and one aggregation reduces it. Every part
-prints as the expression that makes it.
+A ratio compares two policies, a surrogate turns ratio and advantage into a loss per token,
+corrections reweight it, regularizers are added, and one aggregation reduces it. Every part prints
+as the expression that makes it.
 
 Example:
   >>> weights = truncated(anchor_over_sampler, high=2)

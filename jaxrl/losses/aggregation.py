@@ -1,7 +1,7 @@
 """Aggregations: reductions of per-token losses to one number, once, over the whole batch.
 
 Sums run over action tokens and denominators over the whole batch: all devices, all microbatches. A
-sequence without an action token is in no count.
+sequence without an action token is not counted.
 
 Example:
   >>> from jaxrl.losses import objective, one_sequence, reinforce

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.losses import operands
-from jaxrl.losses.formulas import Formula, grouped, shown
+from jaxrl.losses.formulas import Formula, formula_text, grouped
 from jaxrl.losses.scores import Need, Scores
 
 
 class Shift(enum.StrEnum):
-    """A change of policy that an importance weight accounts for; a product may account for each
-    only once."""
+    """A change of policy that an importance weight accounts for; in a product at most once."""
 
     UPDATE = "update"  # from the anchor to the learner
     MISMATCH = "mismatch"  # from the sampler to the anchor
@@ -43,7 +42,7 @@ class Term(Formula):
     apply: TermFn
     weighted: frozenset[Shift] = frozenset()  # shifts that its importance weights account for
 
-    __array_ufunc__ = None  # numpy leaves its products with a term to the term
+    __array_ufunc__ = None  # numpy must leave products with a term to the term's own methods
 
 
 class TokenLoss(Term):
@@ -81,7 +80,7 @@ class TokenLoss(Term):
 
     def __truediv__(self, divisor: float) -> "TokenLoss":
         quotient = scale(self, 1 / operands.number(divisor))
-        return dataclasses.replace(quotient, formula=f"{grouped(self)} / {shown(divisor)}")
+        return dataclasses.replace(quotient, formula=f"{grouped(self)} / {formula_text(divisor)}")
 
 
 def token_loss(apply: TermFn, *needs: Need) -> TokenLoss:
@@ -93,7 +92,7 @@ def token_loss(apply: TermFn, *needs: Need) -> TokenLoss:
       >>> 0.1 * token_loss(likely)
       0.1 * likely
     """
-    return TokenLoss(frozenset(needs), apply, formula=shown(apply))
+    return TokenLoss(frozenset(needs), apply, formula=formula_text(apply))
 
 
 def add(*losses: TokenLoss) -> TokenLoss:
@@ -106,8 +105,8 @@ def add(*losses: TokenLoss) -> TokenLoss:
 
     Raises:
       TypeError: for anything else, such as a number or `Weights`.
-      ValueError: when the loss is applied, if two terms report a metric of one name; `prefix` one
-        of them.
+      ValueError: when the loss is applied, if two terms report the same metric; `prefix` one of
+        them.
     """
     losses = tuple(_loss(loss) for loss in losses)
 
@@ -143,7 +142,9 @@ def scale(loss: TokenLoss, factor: float) -> TokenLoss:
         value, metrics = loss.apply(scores, batch)
         return factor * value, metrics
 
-    return dataclasses.replace(loss, apply=apply, formula=f"{shown(factor)} * {grouped(loss)}")
+    return dataclasses.replace(
+        loss, apply=apply, formula=f"{formula_text(factor)} * {grouped(loss)}"
+    )
 
 
 class Weights(Term):
@@ -191,8 +192,7 @@ def prefix(term: T, text: str) -> T:
 
 
 def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
-    """Multiplies a loss by `weights`, token by token: `weights * loss`. A KL term is added
-    afterwards, never reweighted.
+    """Multiplies a loss by `weights`, token by token: `weights * loss`. Add a KL term afterwards.
 
     A weight of 0 removes the token from the sum and leaves the denominator as it is.
 
@@ -203,8 +203,8 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
 
     Raises:
       TypeError: for anything but a loss and weights.
-      ValueError: if both account for the same change of policy, which would count it twice; also,
-        when the loss is applied, if both report a metric of one name.
+      ValueError: if both account for the same change of policy, which would count it twice; or,
+        when the loss is applied, if both report the same metric.
     """
     if not (isinstance(loss, TokenLoss) and isinstance(weights, Weights)):
         other = loss if isinstance(weights, Weights) else weights
@@ -212,7 +212,7 @@ def reweight(loss: TokenLoss, weights: Weights) -> TokenLoss:
 
     def multiply(value: jax.Array, factors: jax.Array) -> jax.Array:
         factors = jax.lax.stop_gradient(factors)
-        # Select first: a removed token must not bring its infinity or its NaN along.
+        # Select first: 0 times a removed token's infinity or NaN would be NaN.
         return jnp.where(factors != 0, value, 0) * factors
 
     return _product(loss, weights, multiply=multiply)
@@ -268,10 +268,10 @@ def _loss(operand: Any, *, operation: str = "add") -> TokenLoss:
 
 
 def whole_batch(weights: Weights) -> Weights:
-    """Weights that are computed over all tokens of a batch at once, before it is divided into
-    microbatches: for choices that a microbatch cannot make, such as the tokens of highest entropy.
+    """Weights computed over all tokens of a batch at once, before it is divided into microbatches:
+    for choices that a microbatch cannot make, such as the tokens of highest entropy.
 
-    They cost a forward pass of their own. Their metrics are those of that pass.
+    They cost another forward pass, which reports their metrics.
 
     Example:
       >>> from jaxrl.losses import over_sampler, within
@@ -291,11 +291,8 @@ def whole_batch(weights: Weights) -> Weights:
 
 
 def chosen_before(weights: Weights, whole: Mapping[str, jax.Array] | None) -> jax.Array:
-    """Returns weights of the whole batch, f32[B, T], at the tokens of a microbatch.
-
-    Raises:
-      ValueError: if they were not computed.
-    """
+    """Returns weights of the whole batch at the tokens of a microbatch, f32[B, T]; raises
+    ValueError if they were not computed."""
     if whole is None or repr(weights) not in whole:
         raise ValueError(
             f"{weights} is computed over the whole batch, and scores.whole does not hold it; "
@@ -305,11 +302,8 @@ def chosen_before(weights: Weights, whole: Mapping[str, jax.Array] | None) -> ja
 
 
 def applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-    """Applies a term and checks what it returns.
-
-    Raises:
-      ValueError: for anything but one number per token and a dict of metrics.
-    """
+    """Applies a term; raises ValueError if it does not return one number per token and a dict of
+    metrics."""
     found = term.apply(scores, batch)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         got = "an array" if isinstance(found, jax.Array) else type(found).__name__
@@ -319,8 +313,7 @@ def applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, M
         )
     value, metrics = found
     if jnp.shape(value) != scores.logprobs.shape:
-        # A sum, or a number for each row, would be broadcast without a word, and its gradient is
-        # another one.
+        # A sum, or a number for each row, would be broadcast silently, with a different gradient.
         what = "the loss has" if isinstance(term, TokenLoss) else "the weights have"
         raise ValueError(
             f"{what} shape {jnp.shape(value)}, expected one number per token "
@@ -330,11 +323,7 @@ def applied(term: Term, scores: Scores, batch: TokenBatch) -> tuple[jax.Array, M
 
 
 def merged(metrics: Metrics, more: Metrics) -> Metrics:
-    """Puts together the metrics of two terms.
-
-    Raises:
-      ValueError: if both report one of the same name.
-    """
+    """Merges the metrics of two terms; raises ValueError if both report the same one."""
     if twice := sorted(metrics.keys() & more.keys()):
         raise ValueError(
             f"two terms report the metric {twice[0]!r}; prefix(term, 'name/') tells them apart"

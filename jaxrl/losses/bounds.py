@@ -1,7 +1,5 @@
-"""Bounds of the numbers that a loss takes: an error names the parameter, its value and the bounds.
-
-Each raises a ValueError; NaN is within no bounds.
-"""
+"""Bounds of a loss's numbers. Each check raises a ValueError that names the parameter, its value
+and the bounds; NaN is always out of bounds."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Controllers: coefficients of terms that follow a measurement from rollout to rollout.
 
-A controller is a value; the coefficient is the run's (`Progress.coefficients`, in checkpoints). The
-loop gives it to a step in `batch.coefficients` and asks for the next one after each rollout.
+A controller has no state; a run keeps the coefficient in its checkpoints. The loop passes it to a
+step in `batch.coefficients` and asks the controller for the next one after each rollout.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,16 @@ from jaxrl.losses.scores import Scores
 
 
 class Controller(Protocol):
-    """Of the coefficient of one term."""
+    """Controller of the coefficient of one term."""
 
-    metric: ClassVar[str]  # that it follows
+    metric: ClassVar[str]  # the metric that it follows
 
     @property
     def initial(self) -> float:
         """The first coefficient."""
-        ...
 
     def next(self, coefficient: float, *, measured: float) -> float:
         """Returns the coefficient after a rollout in which the metric had this value."""
-        ...
 
 
 def controlled(term: TokenLoss, name: str) -> TokenLoss:
@@ -92,7 +90,7 @@ class EntropyController:
 @dataclass(frozen=True, kw_only=True)
 class KLController:
     """Multiplies the coefficient of the divergence by 1 + step clip(KL / target - 1, -.2, .2)
-    (Ziegler et al., arXiv:1909.08593, who have the divergence of whole completions, 6 nats, in the
+    (Ziegler et al., arXiv:1909.08593, with the divergence of whole completions, 6 nats, in the
     reward; veRL's "adaptive" has step = completions / horizon).
 
     Example:

@@ -1,8 +1,8 @@
-"""Corrections: weights that make up for the tokens being sampled by another policy.
+"""Corrections: weights for tokens that another policy sampled.
 
-They are made of any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level
+They are made from any ratio at any level: `truncated(anchor_over_sampler, high=2)` is token-level
 truncated importance sampling, `masked(product(anchor_over_sampler), high=10)` masks whole
-sequences. Bounds are on the learner's side over the sampler's.
+sequences. Bounds hold for learner (or anchor) over sampler.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ from jaxrl.losses.scores import Scores
 def truncated(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
     """Weights clip(w, low, high): truncated importance sampling.
 
-    "correction/mean" reports the mean weight, "correction/outside" the share of action tokens whose
-    ratio was out of bounds, "correction/missing" those without a sampler log-prob (weight 1).
+    Reports "correction/mean", the mean weight, "correction/outside", the share of action tokens
+    whose ratio is out of bounds, and "correction/missing", the share without a sampler log-prob
+    (weight 1).
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -97,7 +98,7 @@ def gamma_shaped(
 def _bounded(
     ratio: Ratio, *, low: float, high: float, weights: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> Weights:
-    """Makes weights of the ratio w and the marks where it is out of bounds."""
+    """Makes weights from (ratio, bool marks where it is out of bounds)."""
     if not 0 <= low < 1 < high:
         raise ValueError(f"a correction needs 0 <= low < 1 < high, got low={low}, high={high}")
 

@@ -1,7 +1,4 @@
-"""Formulas: every part of a loss prints as the expression that makes it, never as an address.
-
-A constructor under `with_formula` records its own call. Sums and products of parts build on that.
-"""
+"""Formulas: every part of a loss prints as the expression that makes it, never as an address."""
 
 import dataclasses
 import functools
@@ -20,14 +17,13 @@ from jax.core import Tracer
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """Base of the parts: losses, weights, ratios, aggregations. The expression that makes a part
-    takes no part in comparisons and hashes."""
+    """Base of losses, weights, ratios and aggregations. Comparisons and hashes ignore `formula`."""
 
     formula: str = dataclasses.field(default="", compare=False)
 
     def __repr__(self) -> str:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        functions = ", ".join(shown(value) for value in values if callable(value))
+        functions = ", ".join(formula_text(value) for value in values if callable(value))
         return self.formula or f"{type(self).__name__}({functions})"
 
 
@@ -63,18 +59,18 @@ def with_formula(make: Callable[P, Part]) -> Callable[P, Part]:
             _check(value, parameter, function=make.__name__)
             if value is not None:
                 keyword = f"{name}=" if parameter.kind is parameter.KEYWORD_ONLY else ""
-                arguments.append(keyword + shown(value))
+                arguments.append(keyword + formula_text(value))
         formula = f"{make.__name__}({', '.join(arguments)})"
         return dataclasses.replace(make(*args, **kwargs), formula=formula)
 
     return wrapper
 
 
-def shown(value: Any) -> str:
-    """Returns the expression that stands for a value: a part's formula, a function's name.
+def formula_text(value: Any) -> str:
+    """Returns the expression for a value: a part's formula, a function's name.
 
     Example:
-      >>> shown(functools.partial(max, default=np.float32(0.5)))
+      >>> formula_text(functools.partial(max, default=np.float32(0.5)))
       'partial(max, default=0.5)'
     """
     if isinstance(value, Tracer):
@@ -84,15 +80,15 @@ def shown(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"array of shape {value.shape}"
     if isinstance(value, functools.partial):
-        named = (f"{name}={shown(v)}" for name, v in value.keywords.items())
-        return f"partial({', '.join([*map(shown, (value.func, *value.args)), *named])})"
+        named = (f"{name}={formula_text(v)}" for name, v in value.keywords.items())
+        return f"partial({', '.join([*map(formula_text, (value.func, *value.args)), *named])})"
     if name := getattr(value, "__qualname__", None):
         return name.replace("<locals>.", "")
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def grouped(part: Formula, *, signs: str = "+*/-") -> str:
-    """Returns a part's formula, in parentheses if it holds one of the operators outside of calls.
+    """Returns a part's formula, in parentheses if an operator stands outside of calls.
 
     Example:
       >>> from jaxrl.losses import entropy_bonus, kl_penalty
@@ -118,7 +114,7 @@ def _check(value: Any, parameter: inspect.Parameter, *, function: str) -> None:
     annotation = parameter.annotation
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
-    given = f"{function}: {parameter.name}={shown(value)}"
+    given = f"{function}: {parameter.name}={formula_text(value)}"
     if isinstance(value, str):
         raise TypeError(f"{given} is text; write {value} without quotes")
     if not any(_fits(value, kind) for kind in kinds):

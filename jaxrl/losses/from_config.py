@@ -31,7 +31,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
         presets,
         "token_tis sequence_tis sequence_mis sequence_mis_3 icepop geometric_mask k3_mask veto",
     ),
-    Aggregation: _named(  # fixed_length is that of the longest completion: see `build`
+    Aggregation: _named(  # `_terms` calls fixed_length with the longest completion
         aggregation,
         "token_mean sequence_mean_token_mean sequence_mean_token_sum token_sum fixed_length",
     ),
@@ -42,7 +42,7 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
     },
     Divergence: _named(rejections, "total_variation binary_kl"),
 }
-"""The names in a config that stand for values of a parameter, by the parameter's type."""
+"""The values that a config gives by name, by the parameter's type."""
 
 
 def build(
@@ -61,20 +61,19 @@ def build(
 
     Args:
       name: a function of `losses.recipes`, `path/to/file.py:function` or `package.module:function`.
-        The function takes keyword parameters and returns a Recipe, or an Objective (whose
-        advantages are then `group_relative`), or a TokenLoss (also reduced by `token_mean`).
-      parameters: its keyword arguments, and the attributes of `recipe.Terms` that it does not take
-        itself. Ratios, levels, corrections, aggregations and KL estimators are given by name.
-      advantage: a function of `jaxrl.advantages.estimators`, or one of the user's named as above,
-        that replaces the recipe's own.
-      known: values of the run, such as max_length, for parameters of these names that the
-        function, or the aggregation fixed_length, needs and `parameters` leaves out.
+        It takes keyword parameters and returns a Recipe, an Objective (the advantages are then
+        `group_relative`) or a TokenLoss (which `token_mean` then reduces).
+      parameters: its keyword arguments, and further attributes of `recipe.Terms`. Ratios, levels,
+        corrections, aggregations and KL estimators are given by name.
+      advantage: a function of `jaxrl.advantages.estimators` or the user's, in place of the recipe's
+        estimator.
+      known: values of the run, such as max_length, for required parameters of these names that
+        `parameters` leaves out.
 
     Raises:
       ValueError: for an unknown name (the nearest one is shown), an unknown, missing or mistyped
-        parameter (those that exist are listed), a function that returns something else, parts
-        that do not go together, or a loss that cannot be traced (see `check_shapes`). An
-        error of a user's function is chained to it.
+        parameter, a function that returns something else, parts that do not go together, or a loss
+        that cannot be traced. An error of a user's function is chained to it.
     """
     function = plugins.load_function(name, builtin=recipes, key="loss.name")
     estimator = None

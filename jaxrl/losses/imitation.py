@@ -1,7 +1,7 @@
-"""Likelihoods of some of the tokens, each reduced over these tokens alone.
+"""Likelihoods of some of the tokens, each averaged over these tokens alone.
 
-They are objectives: `grpo() + 0.1 * positive_likelihood()`. Their coefficients mean the same in
-every batch, however many of its tokens they concern.
+They are objectives: `grpo() + 0.1 * positive_likelihood()`. A coefficient means the same for every
+number of such tokens in the batch.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def observation_likelihood() -> Objective:
     what its actions lead to, from failed episodes too (ECHO, arXiv:2605.24517). "nll/observed"
     reports it.
 
-    The marks of a chat template around a tool's output are among these tokens. The paper leaves out
-    the terminal's warnings; a batch does not know them.
+    A chat template's marks around a tool's output are among these tokens. The paper leaves out the
+    terminal's warnings, which a batch does not mark.
 
     Example:
       >>> from jaxrl.losses import one_sequence
@@ -94,6 +94,7 @@ def _mean_nll(
     return objective(token_loss(apply, *needs), aggregation)
 
 
+@with_formula
 def cross_entropy() -> TokenLoss:
     """-log p of each completion token, nats.
 
@@ -104,9 +105,4 @@ def cross_entropy() -> TokenLoss:
       >>> float(goal.total(scores, batch)[0]), float(goal.denominator(batch))
       (4.0, 2.0)
     """
-
-    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        del batch
-        return -scores.logprobs, {}
-
-    return token_loss(apply)
+    return token_loss(lambda scores, batch: (-scores.logprobs, {}))

@@ -11,7 +11,7 @@ from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 def mismatch(logprobs: jax.Array, batch: TokenBatch) -> Metrics:
     """Computes statistics of delta = learner - sampler over action tokens with a known sampler
     log-prob; `logprobs`, f32[B, T], are the learner's. Delta includes the policy's change since
-    sampling; `split.split` separates that change from rounding.
+    sampling; `split_log_ratio` separates that change from rounding.
 
     Returns:
       "mismatch/" "kl" E[-delta] and "k3_kl" E[w - log w - 1], nats, estimates of the divergence

@@ -1,7 +1,7 @@
 """Objectives: sums of losses, each reduced to one number over the whole batch.
 
-Sums run over the tokens of a microbatch; what they are divided by is that of the whole batch, and
-so is every choice of tokens. An objective therefore does not depend on how a batch is cut.
+Sums run over the tokens of a microbatch; denominators and choices of tokens belong to the whole
+batch. An objective therefore does not depend on how a batch is cut.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.losses.algebra import TokenLoss, Weights, applied, chosen_before, merged
-from jaxrl.losses.formulas import Formula, grouped, shown
+from jaxrl.losses.formulas import Formula, formula_text, grouped
 from jaxrl.losses.scores import Need, Scores
 
 
@@ -22,8 +22,8 @@ from jaxrl.losses.scores import Need, Scores
 class Aggregation(Formula):
     """The reduction of per-token losses to one number: sum(weights * loss) / denominator.
 
-    Both depend on the batch alone, never on scores, so the denominator is known before the first
-    microbatch and is that of the whole batch over all devices.
+    Both depend on the batch alone, never on scores, so the denominator of the whole batch over all
+    devices is known before the first microbatch.
     """
 
     weights: Callable[[TokenBatch], jax.Array]  # f32[B, T], 0 where the loss is not read
@@ -33,7 +33,7 @@ class Aggregation(Formula):
 @dataclass(frozen=True, repr=False)
 class Objective(Formula):
     """The quantity that a learner minimises: a loss and its one reduction, made by `objective`, and
-    further ones that are added to it, each with a reduction of its own.
+    further objectives that are added, each with its own reduction.
 
     Example:
       >>> from jaxrl.losses import positive_likelihood, reinforce, token_mean
@@ -63,7 +63,7 @@ class Objective(Formula):
         return dataclasses.replace(self, loss=self.loss - term, formula="")
 
     def __mul__(self, factor: float) -> "Objective":
-        formula = f"{shown(factor)} * {grouped(dataclasses.replace(self, others=()))}"
+        formula = f"{formula_text(factor)} * {grouped(dataclasses.replace(self, others=()))}"
         others = tuple(factor * other for other in self.others)
         loss = factor * self.loss
         return dataclasses.replace(self, loss=loss, others=others, formula=formula)
@@ -72,7 +72,7 @@ class Objective(Formula):
 
     @property
     def whole(self) -> tuple[Weights, ...]:
-        """The weights that are computed over the whole batch, before its microbatches."""
+        """The weights of the whole batch, computed before its microbatches."""
         own: dict[str, Weights] = {}
         for need in self._declared:
             if isinstance(need, Weights):
@@ -83,18 +83,18 @@ class Objective(Formula):
 
     @property
     def step_needs(self) -> frozenset[Need]:
-        """The scores that are read where the loss is differentiated."""
+        """The scores that the differentiated loss reads."""
         return frozenset(need for need in self._declared if isinstance(need, Need))
 
     @property
     def survey_needs(self) -> frozenset[Need]:
-        """The scores that are read for the weights of the whole batch."""
+        """The scores that the weights of the whole batch read."""
         read = (need for weights in self.whole for need in weights.needs)
         return frozenset(need for need in read if isinstance(need, Need))
 
     @property
     def needs(self) -> frozenset[Need]:
-        """All scores that are read."""
+        """All scores that the objective reads."""
         return self.step_needs | self.survey_needs
 
     @property
@@ -116,10 +116,7 @@ class Objective(Formula):
         """Returns f32[], the weighted sum over this microbatch, and metrics. Divided by the first
         denominator and added up over the microbatches it is the loss.
 
-        Args:
-          scores: the scores that the loss needs.
-          batch: the microbatch.
-          denominators: those of the whole batch; this batch is the whole one if absent.
+        `denominators` belong to the whole batch; without them this batch is the whole one.
 
         Raises:
           ValueError: if the loss, or a part of it, is not one number for each token.
@@ -140,13 +137,13 @@ class Objective(Formula):
     def denominators(
         self, batch: TokenBatch, whole: Mapping[str, jax.Array] | None = None
     ) -> list[jax.Array]:
-        """Returns f32[] for each reduction, of the whole batch; 0 for one without tokens, as its
-        total. `whole` are the weights of the whole batch, if there are some."""
+        """Returns f32[] for each reduction, of the whole batch; 0 for one without tokens. `whole`
+        holds the weights of the whole batch, if there are any."""
         own = self.aggregation.denominator(self._counted(batch, whole))
         return [own, *(d for other in self.others for d in other.denominators(batch, whole))]
 
     def denominator(self, batch: TokenBatch) -> jax.Array:
-        """Returns the first of the denominators, by which `total` is to be divided."""
+        """Returns the first denominator, which divides `total`."""
         return self.denominators(batch)[0]
 
     def _counted(self, batch: TokenBatch, whole: Mapping[str, jax.Array] | None) -> TokenBatch:
@@ -164,8 +161,8 @@ def objective(
     Args:
       loss: one number per token.
       aggregation: its reduction.
-      among: rejections, computed over the whole batch. What they reject is as if it were not in the
-        batch: it leaves the sums, the denominators and the means over sequences (as in veRL).
+      among: rejections, computed over the whole batch. Rejected tokens leave the batch: the sums,
+        the denominators and the means over sequences (as in veRL).
 
     Example:
       >>> from jaxrl.losses import one_sequence, reinforce, token_mean
@@ -175,22 +172,22 @@ def objective(
       Array(-1.5, dtype=float32)
 
     Raises:
-      TypeError: if `loss` is not a loss, or reduced already, or `aggregation` is not one.
+      TypeError: if an argument has another type, such as a loss that is reduced already.
       ValueError: if `among` contains weights of the whole batch, which it is itself.
     """
     if not isinstance(loss, TokenLoss):
         raise TypeError(
-            f"objective: {shown(loss)} is not a TokenLoss; write a loss such as "
+            f"objective: {formula_text(loss)} is not a TokenLoss; write a loss such as "
             "clipped(over_sampler); aggregation happens once, on the sum of all terms"
         )
     if not isinstance(aggregation, Aggregation):
         raise TypeError(
-            f"objective: {shown(aggregation)} is not an Aggregation; write one such as token_mean "
-            "or fixed_length(1024)"
+            f"objective: {formula_text(aggregation)} is not an Aggregation; write one such as "
+            "token_mean or fixed_length(1024)"
         )
     if among is not None and not isinstance(among, Weights):
         raise TypeError(
-            f"objective: among={shown(among)} is not Weights; write a rejection such as "
+            f"objective: among={formula_text(among)} is not Weights; write a rejection such as "
             "vetoed(anchor_over_sampler)"
         )
     if among is not None and any(isinstance(need, Weights) for need in among.needs):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.losses.formulas import shown
+from jaxrl.losses.formulas import formula_text
 
 # By operation and by the operand that does not fit.
 _INSTEAD = {
@@ -30,20 +30,14 @@ _INSTEAD = {
     "loss, as in clipped(ratio)",
     ("multiply", "Recipe"): "scale a term, recipe + 0.1 * term; weights enter by "
     "with_terms(recipe, correction=weights)",
-    (
-        "multiply",
-        "Objective",
-    ): "it is reduced already; write objective(weights * loss, aggregation)",
+    ("multiply", "Objective"): "it is reduced already; write "
+    "objective(weights * loss, aggregation)",
     ("multiply", "other"): "write a number, as in 0.1 * loss, or Weights, as in weights * loss",
 }
 
 
 def number(operand: Any) -> Any:
-    """Returns a factor as it is, an array of one number included.
-
-    Raises:
-      TypeError: for anything else.
-    """
+    """Returns a number, or an array of one number, as it is; raises TypeError for anything else."""
     if _kind(operand) != "number":
         raise TypeError(mistake("multiply", operand, to="a loss"))
     return operand
@@ -57,13 +51,13 @@ def mistake(operation: str, operand: Any, *, to: Any) -> str:
       >>> print(mistake("add", over_sampler, to="a loss"))
       cannot add over_sampler to a loss: make a loss of a ratio, as in clipped(ratio)
     """
-    target = to if isinstance(to, str) else shown(to)
+    target = to if isinstance(to, str) else formula_text(to)
     if operation == "add":
-        head = f"cannot add {shown(operand)} to {target}"
+        head = f"cannot add {formula_text(operand)} to {target}"
     else:
-        head = f"cannot multiply {target} by {shown(operand)}"
+        head = f"cannot multiply {target} by {formula_text(operand)}"
     if callable(operand):
-        return f"{head}: it is a function; call it, as in {shown(operand)}()"
+        return f"{head}: it is a function; call it, as in {formula_text(operand)}()"
     if operation == "add" and _kind(to) == "Weights":
         return f"{head}: weights multiply; write weights * loss, or weights * weights"
     other = _INSTEAD[operation, "other"]

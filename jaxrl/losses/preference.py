@@ -24,12 +24,12 @@ from jaxrl.losses.objectives import Aggregation
 from jaxrl.losses.scores import Need, Scores, require
 
 
-class Completion(NamedTuple):
-    """One completion of each pair; all f32[...] of one shape."""
+class ScoredCompletion(NamedTuple):
+    """The log-probs of one completion of each pair; all f32[...] of one shape."""
 
     learner: jax.Array  # log-prob under the learner, summed over the completion's tokens
     reference: jax.Array  # the same under the reference
-    tokens: jax.Array  # their number
+    tokens: jax.Array  # number of tokens
 
     @property
     def log_ratio(self) -> jax.Array:
@@ -42,26 +42,26 @@ class Completion(NamedTuple):
         return self.log_ratio / self.tokens
 
 
-class Pair(NamedTuple):
+class ScoredPair(NamedTuple):
     """Both completions of each pair.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> pair.chosen.log_ratio, pair.rejected.mean_log_ratio
       (1.0, -0.5)
     """
 
-    chosen: Completion
-    rejected: Completion
+    chosen: ScoredCompletion
+    rejected: ScoredCompletion
 
     @property
     def apart(self) -> jax.Array:
-        """Log-ratio of the chosen completion - that of the rejected one."""
+        """Log-ratio of the chosen completion minus the log-ratio of the rejected one."""
         return self.chosen.log_ratio - self.rejected.log_ratio
 
     @property
     def mean_apart(self) -> jax.Array:
-        """The same for log-ratios averaged over the tokens."""
+        """The same difference of log-ratios averaged over the tokens."""
         return self.chosen.mean_log_ratio - self.rejected.mean_log_ratio
 
 
@@ -71,12 +71,11 @@ class PairLoss(Formula):
     strength of the reference; beta times the log-ratio is the implicit reward.
 
     Raises:
-      ValueError: for a beta that is not positive, which would prefer the rejected completion, or
-        neither; for a tail that is not in [0, 1].
+      ValueError: for a beta that is not positive, or a tail that is not in [0, 1].
     """
 
     beta: float
-    apply: Callable[[Pair], jax.Array]
+    apply: Callable[[ScoredPair], jax.Array]
     tail: float = 1.0  # weight of log-probs beyond the length of the pair's shorter completion
 
     def __post_init__(self) -> None:
@@ -88,11 +87,11 @@ class PairLoss(Formula):
 def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
     """DPO (arXiv:2305.18290): -log sigmoid(beta (chosen - rejected)).
 
-    With `label_smoothing`, conservative DPO (https://ericmitchell.ai/cdpo.pdf): that share of the
-    labels is taken to be the wrong way round.
+    With `label_smoothing`, conservative DPO (https://ericmitchell.ai/cdpo.pdf): the share of labels
+    that are assumed to be swapped.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> f"{sigmoid(beta=0.5).apply(pair):.3f}"
       '0.313'
 
@@ -102,7 +101,7 @@ def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing} must be >= 0 and < 0.5")
 
-    def apply(x: Pair) -> jax.Array:
+    def apply(x: ScoredPair) -> jax.Array:
         h = beta * x.apart
         right, wrong = jax.nn.log_sigmoid(h), jax.nn.log_sigmoid(-h)
         return -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -116,7 +115,7 @@ def hinge(*, beta: float = 0.1) -> PairLoss:
     max(0, 1 - beta (chosen - rejected)).
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> float(hinge(beta=0.25).apply(pair))
       0.5
     """
@@ -129,7 +128,7 @@ def ipo(*, beta: float = 0.1) -> PairLoss:
     (chosen / tokens - rejected / tokens - 1 / (2 beta))^2.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> ipo(beta=0.5).apply(pair)  # (0.25 + 0.5 - 1)^2
       0.0625
     """
@@ -142,7 +141,7 @@ def ipo_summed(*, beta: float = 0.1) -> PairLoss:
     (chosen - rejected - 1 / (2 beta))^2.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> ipo_summed(beta=0.5).apply(pair)
       1.0
     """
@@ -156,7 +155,7 @@ def sigmoid_averaged(*, beta: float = 5.0) -> PairLoss:
     sums, beta is larger than in DPO.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> f"{sigmoid_averaged(beta=4.0).apply(pair):.3f}"  # softplus(-4 (0.25 + 0.5))
       '0.049'
     """
@@ -167,11 +166,11 @@ def sigmoid_averaged(*, beta: float = 5.0) -> PairLoss:
 def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
     """DPO and the likelihood of the chosen completion (iterative RPO, arXiv:2404.19733):
     -log sigmoid(beta (chosen - rejected)) - nll log pi(chosen) / tokens. The likelihood keeps the
-    chosen completion from becoming less probable, too. The paper's factor stands before the first
-    term and is 1. TRL divides by the tokens of all chosen completions of a batch instead.
+    chosen completion from losing probability as well. The paper scales the first term instead, by
+    1. TRL divides by the tokens of all chosen completions of a batch.
 
     Example:
-      >>> pair = Pair(Completion(-4.0, -5.0, 4.0), Completion(-3.0, -2.0, 2.0))
+      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
       >>> f"{rpo(beta=0.5, nll=0.1).apply(pair):.3f}"  # 0.313 + 0.1 x 4 / 4
       '0.413'
 
@@ -181,7 +180,7 @@ def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
     bounds.not_negative("nll", nll)
     dpo = sigmoid(beta=beta)
 
-    def apply(x: Pair) -> jax.Array:
+    def apply(x: ScoredPair) -> jax.Array:
         return dpo.apply(x) - nll * x.chosen.learner / x.chosen.tokens
 
     return PairLoss(beta, apply)
@@ -189,10 +188,9 @@ def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
 
 @with_formula
 def length_desensitized(*, beta: float = 0.1, tail: float = 0.5) -> PairLoss:
-    """LD-DPO (arXiv:2409.06411): DPO in which the log-probs of the longer completion, beyond the
-    length of the shorter one, count `tail` times, under the learner and the reference alike. A
-    longer completion then does not win by its length. With 1 it is DPO; the paper's best values are
-    .3 to .6.
+    """LD-DPO (arXiv:2409.06411): DPO in which log-probs beyond the length of the shorter completion
+    count `tail` times, under the learner and the reference, so that no completion wins by its
+    length. With 1 it is DPO; the paper's best values are .3 to .6.
 
     Example:
       >>> print(length_desensitized(tail=0.25))
@@ -209,9 +207,9 @@ def bradley_terry(
 ) -> jax.Array:
     """-log sigmoid(chosen - rejected - margin) + center_rewards (chosen + rejected)^2, per pair.
 
-    The margin, the smallest difference of the rewards that is wanted, is that of Llama 2
-    (arXiv:2307.09288). The second term keeps rewards around 0; the first does not fix their mean
-    (arXiv:2312.09244). TRL calls its factor center_rewards_coefficient and suggests 0.01.
+    The margin is the wanted difference of the rewards (Llama 2, arXiv:2307.09288). The second term
+    keeps rewards around 0; the first does not fix their mean (arXiv:2312.09244). TRL calls its
+    factor center_rewards_coefficient and suggests 0.01.
 
     Example:
       >>> chosen, rejected = jnp.array([2.0, 4.0]), jnp.array([0.0, 0.0])
@@ -224,8 +222,8 @@ def bradley_terry(
 
 @with_formula
 def pairwise(loss: PairLoss) -> TokenLoss:
-    """A loss of pairs, to be reduced by `pair_mean`: each token of a chosen completion carries an
-    equal part of its pair's loss.
+    """A loss of pairs, for `pair_mean`: each token of a chosen completion carries an equal part of
+    its pair's loss.
 
     Its metrics are means over pairs: the implicit rewards (reward/...), the share of pairs in which
     the chosen completion has the higher one (accuracy), and log-probs of whole completions
@@ -256,7 +254,7 @@ def pairwise(loss: PairLoss) -> TokenLoss:
             shared = earlier_actions(batch) < _at_tokens(shorter, shorter, batch)
             weights = jnp.where(shared, 1, loss.tail)
         sums = of_completions(weights * logprobs), of_completions(weights * reference), lengths
-        pair = Pair(*(Completion(*numbers) for numbers in zip(*sums, strict=True)))
+        pair = ScoredPair(*(ScoredCompletion(*numbers) for numbers in zip(*sums, strict=True)))
         value = jnp.where(there, loss.apply(pair) / lengths[0], 0)
         per_token = jnp.where(mask, _at_tokens(value, jnp.zeros_like(value), batch), 0)
 
@@ -276,7 +274,7 @@ def ranked(
 
     Returns:
       The sum over pairs, to be divided by `pair_count`, and means over pairs: the rewards
-      (score/...) and the share of pairs whose chosen completion has the higher one (accuracy).
+      (score/...) and the share of pairs with the higher reward for the chosen one (accuracy).
     """
     there = pairs_there(batch)
     chosen, rejected = split_pairs(scores)
@@ -287,7 +285,7 @@ def ranked(
 
 
 def split_pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Divides values of sequences, [B, T + 1], into those of the chosen and of the rejected
+    """Divides values of sequences, [B, T + 1], into values of the chosen and of the rejected
     completions, [B, T // 2] each."""
     rejected = values[:, 2::2]
     return values[:, 1::2][:, : rejected.shape[1]], rejected

@@ -1,7 +1,7 @@
 """Corrections under their usual names, with their usual bounds.
 
-All compare the anchor with the sampler and go with a loss whose ratio is `over_anchor`; those that
-only reject go with any. They are multiplied, or joined by " + " in a config.
+All compare the anchor with the sampler and go with a loss whose ratio is `over_anchor`; rejections
+go with any loss. They are multiplied, or joined by " + " in a config.
 
 Example:
   >>> from jaxrl.losses import clipped, over_anchor

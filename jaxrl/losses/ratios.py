@@ -1,12 +1,12 @@
-"""Importance ratios: the policies that are compared, and the level.
+"""Importance ratios of two policies, at the level of tokens or sequences.
 
 Three policies have names: the learner (being differentiated), the anchor (the learner at the start
 of the update) and the sampler (it produced the tokens and reported their log-probs). A ratio
 over the sampler ("bypass") sees both the update and the mismatch between the two programs; a ratio
 over the anchor ("decoupled") sees the update alone.
 
-A token whose sampler log-prob is NaN has the log-ratio 0, with the learner's gradient; the share of
-such tokens is the metric "ratio/missing".
+A token whose sampler log-prob is NaN has the log-ratio 0, with the learner's gradient; the metric
+"ratio/missing" is the share of such tokens.
 
 Example:
   >>> from jaxrl.losses import one_sequence
@@ -57,9 +57,13 @@ class Ratio(Formula):
     needs: frozenset[Need] = frozenset()  # the scores, beyond the learner's log-probs, for `log`
     whole: bool = False  # one number for the whole sequence, found at each of its tokens
 
+    def clamped(self, scores: Scores, batch: TokenBatch) -> jax.Array:
+        """Returns the log-ratio clamped to +-20, f32[B, T]; the gradient is 0 where clamped."""
+        return jnp.clip(self.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
     def value(self, scores: Scores, batch: TokenBatch) -> jax.Array:
-        """Returns exp(log-ratio clamped to +-20), f32[B, T]; the gradient is 0 where clamped."""
-        return jnp.exp(jnp.clip(self.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        """Returns exp(clamped log-ratio), f32[B, T]."""
+        return jnp.exp(self.clamped(scores, batch))
 
 
 def _on_policy(scores: Scores, batch: TokenBatch) -> jax.Array:
@@ -126,8 +130,7 @@ class Level(Protocol):
     `product`."""
 
     def __call__(self, ratio: Ratio, /) -> Ratio:
-        """Of any ratio of tokens."""
-        ...
+        """Takes any ratio of tokens."""
 
 
 def token(ratio: Ratio) -> Ratio:
@@ -184,8 +187,8 @@ def geometric(ratio: Ratio) -> Ratio:
 @with_formula
 def sequence(ratio: Ratio) -> Ratio:
     """GSPO's ratio (arXiv:2507.18071): the value of `geometric`, its logarithm at most 10, and at
-    each token the gradient of that token's own log-prob (the form of veRL and SkyRL). Where a
-    sequence has one advantage and one weight, its gradient is that of `geometric`.
+    each token the gradient of that token's own log-prob (the form of veRL and SkyRL). If all tokens
+    of a sequence have one advantage and one weight, the gradient equals the one of `geometric`.
 
     Example:
       >>> from jaxrl.losses import one_sequence
@@ -207,11 +210,7 @@ def sequence(ratio: Ratio) -> Ratio:
 
 
 def per_token(ratio: Ratio, *, reader: str) -> None:
-    """Checks that `reader` is given the ratio of single tokens.
-
-    Raises:
-      ValueError: if the ratio is of whole sequences.
-    """
+    """Raises ValueError if `reader`, which reads ratios of tokens, is given one of sequences."""
     if ratio.whole:
         raise ValueError(
             f"{reader}: {ratio} is of whole sequences already; {reader} reads the ratio of each "

@@ -1,4 +1,4 @@
-"""Recipes: algorithms as an objective of the learner and an estimator of advantages."""
+"""Recipes: algorithms as a learner's objective and an estimator of advantages."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jaxrl.advantages import AdvantageEstimator
 from jaxrl.losses import bounds, operands
 from jaxrl.losses.algebra import TokenLoss, Weights, both, reweight
 from jaxrl.losses.controllers import Controller, EntropyController, KLController, controlled
-from jaxrl.losses.formulas import shown
+from jaxrl.losses.formulas import formula_text
 from jaxrl.losses.imitation import observation_likelihood, positive_likelihood
 from jaxrl.losses.objectives import Aggregation, Objective
 from jaxrl.losses.ratios import Ratio
@@ -22,7 +22,7 @@ from jaxrl.losses.value import Critic
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """An algorithm. It prints as its formula, and terms are added to it like to a loss.
+    """An algorithm. It prints as its formula; terms are added to it as to a loss.
 
     `dataclasses.replace(recipe, advantages=...)` exchanges the estimator.
 
@@ -38,19 +38,19 @@ class Recipe:
 
     objective: Objective  # the quantity that the learner minimises
     advantages: AdvantageEstimator  # rewards -> advantages
-    # Of the coefficients that follow a metric, by their names.
+    # Controllers of the coefficients that follow a metric, by name.
     controllers: Mapping[str, Controller] = dataclasses.field(default_factory=dict, hash=False)
-    critic: Critic | None = None  # that the advantages read
+    critic: Critic | None = None  # the critic that the advantages read
 
     def __post_init__(self) -> None:
         if not isinstance(self.objective, Objective):
             raise TypeError(
-                f"Recipe: {shown(self.objective)} is not an Objective; write "
+                f"Recipe: {formula_text(self.objective)} is not an Objective; write "
                 "objective(loss, token_mean)"
             )
 
     def __repr__(self) -> str:
-        fields = [repr(self.objective), shown(self.advantages)]
+        fields = [repr(self.objective), formula_text(self.advantages)]
         if self.controllers:
             fields.append(f"controllers={dict(self.controllers)!r}")
         if self.critic is not None:
@@ -83,7 +83,7 @@ class Terms:
     Attributes:
       correction: weights of the policy term; the terms below are not weighted.
       rejection: weights; a token with weight 0 leaves the batch before the update: the loss, its
-        denominator and the means over sequences (veRL). It costs a forward pass.
+        denominator and the means over sequences (as in veRL). It costs a forward pass.
       top_entropy: share of the batch's tokens to which the policy term applies: those where the
         learner's entropy is highest (.2 in arXiv:2506.01939). It costs a forward pass.
       kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). In long
@@ -150,8 +150,8 @@ def with_terms(recipe: Recipe, **terms: Any) -> Recipe:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"with_terms: {shown(recipe)} is not a Recipe; write a recipe such as grpo(), or "
-            "Recipe(objective(loss, token_mean), group_relative)"
+            f"with_terms: {formula_text(recipe)} is not a Recipe; write a recipe such as grpo(), "
+            "or Recipe(objective(loss, token_mean), group_relative)"
         )
     add, goal = Terms(**terms), recipe.objective
     loss, estimator, controllers = goal.loss, recipe.advantages, dict(recipe.controllers)
@@ -195,6 +195,7 @@ def _with_eps(estimator: AdvantageEstimator, eps: float) -> AdvantageEstimator:
     bounds.positive("advantage_eps", eps)
     if "eps" not in inspect.signature(estimator).parameters:
         raise ValueError(
-            f"advantage_eps={eps}: the advantage {shown(estimator)} takes no eps; leave it out"
+            f"advantage_eps={eps}: the advantage {formula_text(estimator)} takes no eps; leave it "
+            "out"
         )
     return functools.partial(estimator, eps=eps)

@@ -1,9 +1,9 @@
 """Regularizers: terms that keep the policy near a reference, or its entropy up.
 
 KL estimators (Schulman, "Approximating KL divergence") are functions of d = reference - learner,
-the log-ratio at a sampled token. `k1` and `k3` estimate the divergence; the gradient of `k2` is
-that of the divergence, while the gradient of `k1` is zero in expectation. `k1_plus` and `k3_plus`
-take the value from one and the gradient from the other.
+the log-ratio at a sampled token. `k1` and `k3` estimate the divergence and `k2` has its gradient,
+while the gradient of `k1` is zero in expectation. `k1_plus` and `k3_plus` take the value from one
+and the gradient from `k2`.
 """
 
 from typing import Protocol
@@ -23,8 +23,7 @@ class KLEstimator(Protocol):
     """log-ratio reference - learner f32[B, T] -> estimate per token f32[B, T]."""
 
     def __call__(self, d: jax.Array, /) -> jax.Array:
-        """Differentiable in d."""
-        ...
+        """Must be differentiable in d."""
 
 
 def k1(d: jax.Array) -> jax.Array:
@@ -138,8 +137,7 @@ def drift_penalty(ratio: Ratio, estimator: KLEstimator = squared) -> TokenLoss:
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        d = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        value = estimator(d)
+        value = estimator(ratio.clamped(scores, batch))
         return value, {"drift": masked_mean(value, batch.action_mask)}
 
     return token_loss(apply, *ratio.needs)
@@ -167,7 +165,7 @@ def entropy_bonus() -> TokenLoss:
 @with_formula
 def load_balance() -> TokenLoss:
     """The price of an uneven use of experts, per token (arXiv:2101.03961, within sequences);
-    "imbalance" reports its mean, which is the number of experts per token when all are used alike.
+    "imbalance" reports its mean, which is the number of experts per token under even use.
 
     Example:
       >>> from jaxrl.losses import one_sequence

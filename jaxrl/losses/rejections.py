@@ -2,7 +2,7 @@
 
 They multiply a loss like corrections but account for no change of policy, so they may stand beside
 one: `within(...) * truncated(...) * loss`. A rejected token leaves the sum and stays in the
-denominator. Ratios are the learner's side over the sampler's. Each reports the share of action
+denominator. Ratios are learner (or anchor) over sampler. Each rejection reports the share of action
 tokens that it rejects.
 """
 
@@ -18,19 +18,17 @@ from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
-from jaxrl.losses.ratios import LOG_RATIO_LIMIT, Ratio, per_token, sequence_mean
+from jaxrl.losses.ratios import Ratio, per_token, sequence_mean
 from jaxrl.losses.scores import Scores
 
 
 def _rejection(
     rejects: Callable[[jax.Array, Scores, TokenBatch], jax.Array], ratio: Ratio, *, name: str
 ) -> Weights:
-    """Makes weights of (log-ratio f32[B, T], scores, batch) -> bool[B, T]."""
+    """Makes weights from (log-ratio f32[B, T], scores, batch) -> bool[B, T]."""
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
-        d = jnp.clip(ratio.log(scores, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        d = jax.lax.stop_gradient(d)
-        gone = rejects(d, scores, batch)
+        gone = rejects(jax.lax.stop_gradient(ratio.clamped(scores, batch)), scores, batch)
         return 1.0 - gone, {f"rejected/{name}": masked_mean(gone, batch.action_mask)}
 
     return Weights(ratio.needs, apply)
@@ -38,8 +36,8 @@ def _rejection(
 
 @with_formula
 def within(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
-    """1 where low <= ratio <= high, at the level of the ratio; the mask of `corrections.masked`
-    without its weight. Reports "rejected/outside".
+    """1 where low <= ratio <= high, at the level of the ratio: `masked` without its weight. Reports
+    "rejected/outside".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -62,8 +60,8 @@ def within(ratio: Ratio, *, low: float = 0.0, high: float) -> Weights:
 
 @with_formula
 def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
-    """0 for sequences whose mean over tokens of w - 1 - log w, the k3 estimate of the divergence,
-    exceeds `high`. Reports "rejected/k3".
+    """0 for sequences with a mean k3 estimate of the divergence, w - 1 - log w, above `high`.
+    Reports "rejected/k3".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -82,9 +80,9 @@ def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
 
 @with_formula
 def error_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
-    """0 for sequences whose mean over tokens of e^|log w|, the factor by which two programs
-    disagree about a token, exceeds `high` (NeMo-RL's mask of log-prob errors, which MLPerf's GRPO
-    recipe uses; no paper). Reports "rejected/error".
+    """0 for sequences with a mean of e^|log w|, the factor by which two programs disagree about a
+    token, above `high` (NeMo-RL's mask of log-prob errors, in MLPerf's GRPO recipe; no paper).
+    Reports "rejected/error".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -115,9 +113,9 @@ def _mean_within(
 
 @with_formula
 def vetoed(ratio: Ratio, *, low: float = 1e-4, high: float = math.inf) -> Weights:
-    """0 for sequences with a token whose ratio is not in low to high: one that the learner
-    considers all but impossible or, with a finite `high`, the sampler (SkyRL's and AReaL's outlier
-    masks; no paper). Reports "rejected/veto".
+    """0 for sequences with a token whose ratio is below `low` or above `high`: nearly impossible
+    for the learner or, with a finite `high`, for the sampler (SkyRL's and AReaL's outlier masks; no
+    paper). Reports "rejected/veto".
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler
@@ -168,12 +166,11 @@ def off_policy_negatives(ratio: Ratio, *, delta: float) -> Weights:
 
 
 class Divergence(Protocol):
-    """Log-probs log p of the learner and log q of another policy, f32[B, T] -> the divergence of
-    their choices between the token and all others, f32[B, T]."""
+    """(log p of the learner, log q of another policy), f32[B, T] -> the divergence of their choices
+    between the token and all others, f32[B, T]."""
 
     def __call__(self, logp: jax.Array, logq: jax.Array, /) -> jax.Array:
-        """Never negative."""
-        ...
+        """Must not be negative."""
 
 
 def total_variation(logp: jax.Array, logq: jax.Array) -> jax.Array:
@@ -202,9 +199,9 @@ def binary_kl(logp: jax.Array, logq: jax.Array) -> jax.Array:
 def trust_region(
     ratio: Ratio, divergence: Divergence, *, low: float = 0.2, high: float = 0.2
 ) -> Weights:
-    """DPPO's trust region (arXiv:2602.04879): with p the learner's probability of the token and q
-    that of the ratio's other policy, 0 where p has already moved too far in the direction of the
-    advantage: A > 0, p > q and a divergence above `high`, or A <= 0, p < q and one above `low`.
+    """DPPO's trust region (arXiv:2602.04879): 0 where p, the learner's probability of the token,
+    has moved too far from q, the probability under the ratio's other policy, in the direction of
+    the advantage: A > 0, p > q and a divergence above `high`, or A <= 0, p < q and one above `low`.
     Reports "rejected/divergence".
 
     Example:
@@ -255,7 +252,7 @@ def _divergent(
     *,
     reader: str,
 ) -> Weights:
-    """Makes weights of (divergence, log-ratio, batch) -> bool[B, T]."""
+    """Makes weights from (divergence, log-ratio, batch) -> bool[B, T]."""
     per_token(ratio, reader=reader)
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:

@@ -80,10 +80,10 @@ def one_sequence(
       Array([[0. , 0.5]], dtype=float32)
 
     Args:
-      advantages: one number per token; the arguments below are per token too, or one number.
-      logprobs: of the learner.
-      sampler: log-probs of the sampler; those of the learner when absent.
-      rewards: of the sequence.
+      advantages: one number per token; the other arguments are per token too, or one number.
+      logprobs: log-probs of the learner.
+      sampler: log-probs of the sampler; the learner's by default.
+      rewards: rewards of the sequence.
       action_mask: False at tokens that the policy did not choose.
       **scores: the other fields of `Scores`.
     """

@@ -1,10 +1,8 @@
 """Selections: weights of 1 and 0 that compare a token with all others of the batch.
 
-They are computed over the whole batch, before its microbatches (`algebra.whole_batch`): a quantile
-of a microbatch is another one. Each reports the share of action tokens that it selects.
-
-A share of the tokens is their number times the share, rounded down, and at least one; tokens that
-tie with the last of them are selected too.
+They are computed over the whole batch, before its microbatches (`algebra.whole_batch`), because a
+microbatch has other quantiles. Each reports the share of action tokens that it selects. A share of
+the tokens is rounded down, to at least one token; ties with the last one are selected too.
 """
 
 import dataclasses
@@ -39,8 +37,8 @@ def _of_whole_batch(make: Callable[P, Weights]) -> Callable[P, Weights]:
 @_of_whole_batch
 def top_entropy(share: float = 0.2) -> Weights:
     """1 for the share of the batch's tokens at which the learner's entropy is highest, 0 for the
-    others (arXiv:2506.01939; TRL's top_entropy_quantile). Those stay in the denominator, as in the
-    paper. Reports "selected/entropy".
+    others, which stay in the denominator (arXiv:2506.01939; TRL's top_entropy_quantile). Reports
+    "selected/entropy".
 
     Example:
       >>> from jaxrl.losses import objective, one_sequence, reinforce, token_mean
@@ -90,13 +88,13 @@ def top_covariance(share: float = 2e-4) -> Weights:
 @_of_whole_batch
 def without_covariance(share: float = 2e-4, *, low: float = 1.0, high: float = 5.0) -> Weights:
     """0 for some of the tokens whose part in the covariance lies between `low` and `high`, 1 for
-    the others: the tokens whose gradient Clip-Cov stops (arXiv:2505.22617). They are as many as the
-    share of the batch's tokens, or all between the bounds if those are fewer. Reports
-    "selected/covariance", the share of tokens that are stopped.
+    the others: Clip-Cov stops the gradient of a share of the batch's tokens, or of all between the
+    bounds if they are fewer (arXiv:2505.22617). Reports "selected/covariance", the share of tokens
+    that are stopped.
 
-    The paper draws them at random. Here a hash of token, place and log-prob draws them, so that
-    a step remains a function of its batch, in every layout. Also by the paper, a token that PPO's
-    clip stops may be drawn; veRL draws among the others.
+    The paper draws them at random. Here a hash of token, place and log-prob draws them, so that a
+    step remains a function of its batch, in every layout. As in the paper, tokens that PPO's clip
+    stops may be drawn too; veRL leaves them out.
 
     Example:
       >>> from jaxrl.losses import objective, one_sequence, reinforce, token_mean
@@ -132,8 +130,7 @@ def _selection(
     name: str,
     otherwise: float = 0.0,
 ) -> Weights:
-    """Makes weights of (scores, batch) -> bool[B, T], the tokens that are chosen: they get
-    1 - otherwise."""
+    """Makes weights from (scores, batch) -> bool[B, T]: chosen tokens get 1 - otherwise."""
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         marks = chosen(jax.lax.stop_gradient(scores), batch)
@@ -151,7 +148,7 @@ def _covariance(scores: Scores, batch: TokenBatch) -> jax.Array:
 
 
 def _number(batch: TokenBatch, share: float) -> jax.Array:
-    """The share of the batch's action tokens: i32[], at least 1."""
+    """Counts the share of the batch's action tokens: i32[], at least 1."""
     return jnp.maximum(jnp.floor(share * action_tokens(batch)), 1).astype(jnp.int32)
 
 
@@ -165,7 +162,7 @@ def _largest(keys: jax.Array, mask: jax.Array, *, count: jax.Array) -> jax.Array
     """Marks the `count` largest keys, u32[B, T], within a mask; all of it if it holds fewer.
 
     The least of them is found bit by bit: 32 counts over the batch need no sort, and on a mesh no
-    device sees the keys of another.
+    device sees another's keys.
     """
 
     def longer(i: jax.Array, least: jax.Array) -> jax.Array:
@@ -177,7 +174,7 @@ def _largest(keys: jax.Array, mask: jax.Array, *, count: jax.Array) -> jax.Array
 
 
 def _hash(scores: Scores, batch: TokenBatch) -> jax.Array:
-    """Numbers without a pattern, u32[B, T] (the finalizer of MurmurHash3, public domain)."""
+    """Hashes token, place and log-prob: u32[B, T] (MurmurHash3's finalizer, public domain)."""
     found = jax.lax.bitcast_convert_type(scores.logprobs.astype(jnp.float32), jnp.uint32)
     for part in (batch.tokens, earlier_actions(batch)):
         found = found ^ part.astype(jnp.uint32)

@@ -1,7 +1,4 @@
-"""Checks a loss on shapes alone, so that its mistakes are reported before anything is sampled.
-
-Nothing is computed or compiled: it takes milliseconds.
-"""
+"""Checks of a loss on shapes alone, in milliseconds, before anything is sampled or compiled."""
 
 import contextlib
 import inspect
@@ -18,7 +15,7 @@ from jaxrl.losses.objectives import Objective
 from jaxrl.losses.recipe import Recipe
 from jaxrl.losses.scores import Need, Scores
 
-_SHAPE = (2, 4)  # rows and tokens differ, so that an array of the one is not taken for the other
+_SHAPE = (2, 4)  # rows and tokens differ, so that one is not taken for the other
 
 
 def check_shapes(recipe: Recipe) -> None:
@@ -26,7 +23,6 @@ def check_shapes(recipe: Recipe) -> None:
 
     Raises:
       ValueError: for a loss that is not one number per token, or a metric that is not a Mean.
-        Errors of the loss itself pass through.
     """
     batch = _batch(recipe)
     _check(recipe.objective, batch)
@@ -66,8 +62,8 @@ def _array(dtype: Any = jnp.float32) -> Any:
 
 @contextlib.contextmanager
 def blaming(function: Callable[..., Any], *, name: str) -> Iterator[None]:
-    """Turns any error inside into a ValueError that gives `loss.name` and the last line of the
-    function's file in the traceback."""
+    """Turns errors of the block into a ValueError that gives `loss.name` and the traceback's last
+    line in the function's file."""
     try:
         yield
     except (Exception, SystemExit) as error:

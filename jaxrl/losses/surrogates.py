@@ -23,16 +23,14 @@ class SurrogateFn(Protocol):
     """(ratio, advantages), both f32[B, T] -> loss per token f32[B, T]."""
 
     def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> jax.Array:
-        """Differentiable in the ratio."""
-        ...
+        """Must be differentiable in the ratio."""
 
 
 class MarksFn(Protocol):
     """(ratio, advantages) -> named arrays [B, T], reported as means over action tokens."""
 
     def __call__(self, ratio: jax.Array, advantages: jax.Array, /) -> Mapping[str, jax.Array]:
-        """Such as 1 where a token is clipped and 0 elsewhere."""
-        ...
+        """Marks tokens, for example those that are clipped."""
 
 
 @with_formula
@@ -79,7 +77,7 @@ def unclipped(ratio: Ratio) -> TokenLoss:
 
 @with_formula
 def reinforce() -> TokenLoss:
-    """-A exp(lp - sg(lp)): its value is -A and its gradient that of -A log pi (Williams 1992).
+    """-A exp(lp - sg(lp)): the value -A with the gradient of -A log pi (Williams 1992).
 
     Example:
       >>> from jaxrl.losses import one_sequence
@@ -92,8 +90,8 @@ def reinforce() -> TokenLoss:
 
 @with_formula
 def likelihood() -> TokenLoss:
-    """-A log pi: the gradient of `reinforce`, with the value that policy gradients with fixed
-    weights usually report (CISPO, VESPO, PG-Seq-IS): `weights * likelihood()`.
+    """-A log pi: the gradient of `reinforce`, with the usual value of policy gradients with fixed
+    weights (CISPO, VESPO, PG-Seq-IS): `weights * likelihood()`.
 
     Example:
       >>> from jaxrl.losses import one_sequence
@@ -193,11 +191,9 @@ def soft_gated(ratio: Ratio, *, positive: float = 1.0, negative: float = 1.05) -
 
 @with_formula
 def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> TokenLoss:
-    """GMPO's surrogate (arXiv:2507.20673): -R A, where R is the geometric mean over the sequence of
-    the tokens' ratios, each first bounded on the side on which it would pay: by e^high where A > 0,
-    by e^-low where A < 0.
-
-    Reports also "clip/low" and "clip/high", the shares of tokens so bounded.
+    """GMPO's surrogate (arXiv:2507.20673): -R A, where R is the geometric mean of a sequence's
+    ratios. Each ratio is first bounded on the side on which it would pay: by e^high where A > 0, by
+    e^-low where A < 0. Reports also "clip/low" and "clip/high", the shares of bounded tokens.
 
     Example:
       >>> from jaxrl.losses import one_sequence, over_sampler

@@ -12,7 +12,7 @@ from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import TokenLoss, token_loss
-from jaxrl.losses.formulas import shown, with_formula
+from jaxrl.losses.formulas import formula_text, with_formula
 from jaxrl.losses.objectives import Objective
 from jaxrl.losses.scores import Need, Scores, require
 
@@ -28,7 +28,7 @@ class Critic(NamedTuple):
     returns: Callable[[Outcomes], Sequence[np.ndarray]]
 
     def __repr__(self) -> str:
-        return f"Critic({self.objective!r}, {shown(self.returns)})"
+        return f"Critic({self.objective!r}, {formula_text(self.returns)})"
 
 
 def clipped_value_loss(
@@ -37,8 +37,8 @@ def clipped_value_loss(
     """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token (arXiv:2005.12729).
 
     Beyond the clip the loss cannot fall further, so a value moves at most that far towards its
-    target before the values are computed anew. Movement away from the target is not bounded. All
-    are f32[B, T]; `old` are the values when the advantages were computed.
+    target before the values are recomputed. Movement away from the target is not bounded. All
+    are f32[B, T]; `old` are the values from which the advantages were computed.
 
     Example:
       >>> values, returns = jnp.array([0.5, 0.75]), jnp.ones(2)
@@ -52,7 +52,7 @@ def clipped_value_loss(
 @with_formula
 def value_loss(*, clip: float = 0.2) -> TokenLoss:
     """`clipped_value_loss` as a term. Reports "value/loss", "value/mean" and "value/clipped", the
-    share of action tokens whose loss is that of the clipped value.
+    share of action tokens at which the clipped value gives the loss.
 
     Example:
       >>> from jaxrl.losses import one_sequence
@@ -65,7 +65,7 @@ def value_loss(*, clip: float = 0.2) -> TokenLoss:
       ValueError: for a clip that is not positive; when the loss is applied, if the batch holds no
         values and returns.
     """
-    bounds.positive("value_loss: clip", clip)  # a large one does not clip
+    bounds.positive("value_loss: clip", clip)
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         values = require(scores, Need.VALUES)

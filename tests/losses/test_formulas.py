@@ -146,7 +146,7 @@ PRINTED = (Aggregation, Ratio, Recipe, TokenLoss, Weights)
 @pytest.mark.parametrize("name", MADE)
 def test_nothing_prints_as_an_address(name):
     part = MADE[name]
-    text = repr(part) if isinstance(part, PRINTED) else losses.formulas.shown(part)
+    text = repr(part) if isinstance(part, PRINTED) else losses.formulas.formula_text(part)
     assert "0x" not in text
     assert "<function" not in text
 

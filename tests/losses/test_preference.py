@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 from jaxrl.core.batch import Rollout
 from jaxrl.core.packing import pack
 from jaxrl.losses import Scores, objective, preference
-from jaxrl.losses.preference import Completion, Pair
+from jaxrl.losses.preference import ScoredCompletion, ScoredPair
 
 LOSSES = {
     "sigmoid": preference.sigmoid(beta=0.5),
@@ -29,9 +29,9 @@ def ratios(chosen, rejected, chosen_tokens=2.0, rejected_tokens=4.0):
     """A pair with these log-ratios; the reference finds a token e^-1 likely."""
 
     def completion(ratio, tokens):
-        return Completion(*map(jnp.float32, (ratio - tokens, -tokens, tokens)))
+        return ScoredCompletion(*map(jnp.float32, (ratio - tokens, -tokens, tokens)))
 
-    return Pair(completion(chosen, chosen_tokens), completion(rejected, rejected_tokens))
+    return ScoredPair(completion(chosen, chosen_tokens), completion(rejected, rejected_tokens))
 
 
 def softplus(x):
@@ -183,9 +183,9 @@ def test_batch_loss_is_mean_over_pairs(name, layout):
 
     (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(logprobs)
     pairs = [
-        Pair(
+        ScoredPair(
             *(
-                Completion(*completion(LOSSES[name].tail, pi, ref, i, other=2 * i0 + 1 - i))
+                ScoredCompletion(*completion(LOSSES[name].tail, pi, ref, i, other=2 * i0 + 1 - i))
                 for i in (i0, i0 + 1)
             )
         )

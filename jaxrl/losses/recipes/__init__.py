@@ -1,8 +1,8 @@
 """Published algorithms, each a few lines of algebra.
 
-A recipe is a function of keyword parameters that returns a `Recipe`. All can be named in a config,
-with their parameters as keys, and take the keys of `recipe.Terms` besides. A parameter without a
-description of its own is that of `grpo`.
+A recipe is a function of keyword parameters that returns a `Recipe`. A config can name each, with
+its parameters and the attributes of `Terms` as keys. A parameter without a description means the
+same as in `grpo`.
 """
 
 import lazy_loader

@@ -186,7 +186,7 @@ def ppo(
     ratio: Ratio = over_sampler,
 ) -> Recipe:
     """PPO (arXiv:1707.06347): a critic predicts the reward of a completion at each token. The table
-    [critic] configures it; the divergence from the reference belongs in the reward.
+    [critic] configures the critic; the divergence from the reference belongs in the reward.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -198,8 +198,8 @@ def ppo(
       gamma: discount from one token to the next.
       lam: 0 trusts the critic, 1 the rewards (arXiv:1506.02438).
       value_clip: largest change of a value, per rollout, that pays.
-      value_lam: lam of the critic's returns; that of the advantages when absent. With 1 the critic
-        learns from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
+      value_lam: lam of the critic's returns; the same as `lam` by default. With 1 the critic learns
+        from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
 
     Example:
       >>> ppo()

@@ -67,8 +67,8 @@ def dr_grpo(
       A = reward - mean of the group
 
     Args:
-      max_length: the longest completion that the sampler may draw, in tokens; in a config
-        sampling.max_tokens when absent.
+      max_length: the longest completion that the sampler may draw, in tokens; in a config by
+        default sampling.max_tokens.
 
     Example:
       >>> dr_grpo(max_length=1024)
@@ -96,7 +96,7 @@ def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, ratio: Ratio = over_
 
 def bnpo(*, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler) -> Recipe:
     """BNPO as TRL has it (after arXiv:2506.02864): GRPO with equal weight for every token. TRL
-    divides by the tokens of each device's part of a batch, this by those of the whole batch.
+    divides by the tokens of each device's part of a batch, this recipe by all tokens of the batch.
 
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -269,9 +269,9 @@ def clip_cov(
       A as in grpo
 
     Args:
-      share: of the tokens that are drawn.
-      low: of c.
-      high: of c.
+      share: share of the tokens that are drawn.
+      low: lower bound of c.
+      high: upper bound of c.
 
     Example:
       >>> clip_cov()
@@ -295,7 +295,7 @@ def kl_cov(*, share: float = 2e-4, kl_cov: float = 1.0, ratio: Ratio = over_samp
       A as in grpo
 
     Args:
-      share: of the tokens that are held.
+      share: share of the tokens that are held.
       kl_cov: coefficient of their penalty.
 
     Example:

@@ -23,8 +23,8 @@ from jaxrl.losses.surrogates import likelihood, reinforce, unclipped
 
 
 def _weighted(weights: Weights) -> TokenLoss:
-    """Returns -w A log pi. The metrics of the weights are prefixed with "weight/", because a
-    correction of the config has the same names."""
+    """Returns -w A log pi. The prefix "weight/" tells the weights' metrics from the metrics of a
+    config's correction."""
     return prefix(weights, "weight/") * likelihood()
 
 
@@ -130,7 +130,7 @@ def mlperf(*, low: float = 0.999, high: float = 1.002, error: float = 2.0) -> Re
       w = anchor / sampler of the token; 0 in sequences whose geometric mean of it is not in low to
         high
       A = (reward - mean of the others) / (std of the others + 1e-6) in the group
-      sequences whose mean of e^|log w| exceeds error are as if they were not in the batch
+      sequences whose mean of e^|log w| exceeds error leave the batch
 
     Args:
       low: least geometric mean.
@@ -164,7 +164,7 @@ def dppo(
     Formula:
       token mean of -keep sg(min(r, cap)) A log pi
       keep = 0 where A > 0, p > q and D(p, q) > high or A <= 0, p < q and D(p, q) > low; p the
-        learner's probability of the token, q that of the ratio's other policy
+        learner's probability of the token, q the probability under the ratio's other policy
       A as in grpo
 
     Args:
