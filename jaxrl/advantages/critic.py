@@ -142,7 +142,7 @@ def explained_variance(returns: Sequence[np.ndarray], outcomes: Outcomes) -> flo
 def _estimated(
     outcomes: Outcomes, gamma: float, lam: Callable[[int], float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Applies `gae` to each completion, with `lam` of its number of tokens."""
+    """Applies `gae` to each completion; `lam` maps its number of action tokens."""
     given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, strict=True)
     return [
         gae(rewards, values, mask, gamma=gamma, lam=lam(int(mask.sum())))
