@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
 from jaxrl.models.latent import project_latent, values_of_heads
-from jaxrl.models.layers import Layer, LayerContext, activation, add_bias, project
+from jaxrl.models.layers import Layer, LayerContext, add_bias, project
 from jaxrl.models.linear_attention import linear_attention
 from jaxrl.models.rope import RopeTable, apply_rope
 
 # (q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, vd]) -> attention's output [B, T, H, vd], and
-# anything that the caller wants to keep, such as a cache. Of a linear layer:
-# `linear_attention.Recurrence`.
+# anything that the caller wants to keep, such as a cache. Linear layers take a
+# `linear_attention.Recurrence` instead.
 Attention = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -36,15 +36,14 @@ def block(
     Args:
       x: [B, T, D], the residual stream.
       layer: parameters of the layer.
-      attend: attention over the keys and values that the queries may see, or the recurrence of a
-        linear layer.
+      attend: attention over the visible keys and values, or the recurrence of a linear layer.
       table: cosines and sines of the tokens' positions, see `rope.rope_table`.
-      context: what all layers share.
+      context: settings of all layers.
       recorded: i32[B, T, k], experts to replay, see `experts.mixture`.
 
     Returns:
-      The new stream in `precision.activations`, what `attend` keeps, and the routing, None for a
-      dense layer.
+      The new stream in `precision.activations`, the second result of `attend`, and the routing,
+      None for a dense layer.
     """
     constrain, stream = context.constrain, ("batch", "length", "embed")
     if "conv" in layer:
@@ -105,11 +104,13 @@ def project_qkv(
             y = context.layer_norm(y, layer, f"{name}_norm")
         if name == "v":
             return y
-        return apply_rope(y, table.of_queries() if name == "q" else table, precision=precision)
+        own = table.queries if name == "q" else None
+        return apply_rope(y, own or table, precision=precision)
 
     if config.fused:
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = split(project(x, layer, "qkv", precision=precision), sizes, config.head_dim)
+        queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        joint = project(x, layer, "qkv", precision=precision)
+        q, k, v = jnp.split(joint, (queries, queries + keys), axis=-1)
     else:
         q, k, v = (project(x, layer, name, precision=precision) for name in "qkv")
     gate = None
@@ -121,21 +122,16 @@ def project_qkv(
 
 def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:
     """Computes the dense feed-forward network (arXiv:2002.05202) of a normed stream: [B, T, D] ->
-    [B, T, D], to be added to the stream. `prefix` is that of its parameters' names."""
+    [B, T, D], to be added to the stream. Its parameters' names begin with `prefix`."""
     config, precision = context.config, context.precision
     if config.fused:
-        both = project(x, layer, "gate_up", precision=precision)
-        gate, up = split(both, (1, 1), config.intermediate_size)
+        gate, up = jnp.split(project(x, layer, "gate_up", precision=precision), 2, axis=-1)
     else:
         names = (f"{prefix}gate", f"{prefix}up")
         gate, up = (project(x, layer, name, precision=precision) for name in names)
     gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
-    hidden = (activation(gate, context=context) * up).astype(precision.activations)
+    gelu = config.activation == "gelu_tanh"
+    gate = jax.nn.gelu(gate, approximate=True) if gelu else jax.nn.silu(gate)
+    hidden = (gate * up).astype(precision.activations)
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
     return project(hidden, layer, f"{prefix}down", precision=precision)
-
-
-def split(x: jax.Array, counts: tuple[int, ...], size: int) -> list[jax.Array]:
-    """Divides [..., sum(counts) * size] into parts [..., count * size]."""
-    ends = [size * sum(counts[: i + 1]) for i in range(len(counts) - 1)]
-    return jnp.split(x, ends, axis=-1)

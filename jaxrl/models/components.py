@@ -31,14 +31,13 @@ class Experts:
       biases: true if the router and the experts' projections have biases.
       fused: true if one matrix per expert holds gate and up, in alternate rows.
       clamp: None for the plain gated unit.
-      scores: what the router's logits become.
+      scores: function of the router's logits.
       corrected: true if experts are chosen by scores plus a bias for each expert, which no gradient
         trains (arXiv:2408.15664).
-      groups, chosen_groups: experts are chosen within the best of so many groups.
+      groups, chosen_groups: a token's experts come from the best `chosen_groups` of `groups`.
       scale: factor of the weights.
-      shared: experts that every token has besides its own, computed as one of their joint size.
-      gated_shared: hidden units of an expert that every token has, multiplied by the sigmoid of a
-        score of its own; 0 for none.
+      shared: experts that every token uses in addition, computed as one larger expert.
+      gated_shared: hidden units of a shared expert whose output a gate multiplies; 0 for none.
       dense_layers: first layers of the decoder, which have a feed-forward network instead.
     """
 
@@ -64,9 +63,9 @@ class Latent:
     """Multi-head latent attention, see `latent`.
 
     Attributes:
-      q_rank: size of the narrow projection of queries; None if there is none.
-      kv_rank: size of that of keys and values.
-      rope_dim: dimensions of a head that are rotated.
+      q_rank: size of the narrow projection of queries; None for a direct projection.
+      kv_rank: size of the narrow projection of keys and values.
+      rope_dim: rotated dimensions of a head.
       value_dim: dimensions of a head's values.
       interleaved: true if rope pairs neighbouring dimensions.
     """
@@ -88,9 +87,9 @@ class Linear:
       key_dim: dimensions of a head's queries and keys.
       value_dim: dimensions of a head's values.
       width: tokens that the convolution sees.
-      period: true for the layers with it, false for those with attention; the decoder repeats them.
-      split: true if what is convolved, the gate of the result and the two gates of the rule have a
-        projection each; false if two projections hold them, one key head after the other.
+      period: for each layer, true for the delta rule and false for attention; repeated.
+      split: true if the convolution's inputs, the gate of the result and the rule's two gates have
+        separate projections; false if two projections hold them, one key head after the other.
     """
 
     key_heads: int

@@ -2,8 +2,8 @@
 
 The state S [dk, dv] of a head becomes exp(g) S + k (beta (v - exp(g) S' k))' with each token, and
 the token's result is S' q. Training and prefill compute chunks of tokens by matrix products
-(arXiv:2406.06484), decoding one token. Everything is in `accumulate`, the operands of products,
-too: errors of a state stay in it, and chunks and single tokens round at different places.
+(arXiv:2406.06484), decoding one token per step. Everything is in `accumulate`, even the operands of
+products: a state keeps its errors, and chunks and single tokens round in different places.
 """
 
 import dataclasses
@@ -31,24 +31,17 @@ class Gates(NamedTuple):
 def causal_convolution(
     x: jax.Array, weight: jax.Array, segments: jax.Array, *, precision: Precision
 ) -> jax.Array:
-    """Computes a causal convolution of each channel and silu.
+    """Applies a causal convolution to each channel, then silu: [B, T, C] -> [B, T, C], in
+    `precision.activations`.
 
-    Args:
-      x: [B, T, C].
-      weight: [C, W], of the last W tokens; the token itself comes last.
-      segments: i32[B, T]; earlier tokens of another segment count as zeros.
-      precision: the sum is in `accumulate`.
-
-    Returns:
-      [B, T, C] in `precision.activations`.
+    `weight` [C, W] is for the last W tokens; the token itself comes last. Earlier tokens of another
+    segment i32[B, T] count as zeros. The sum is in `accumulate`.
     """
-    inside = [segments == segments]
-    shifted = [x]
+    parts = [x]
     for back in range(1, weight.shape[-1]):
         before = jnp.pad(segments, ((0, 0), (back, 0)), constant_values=-1)[:, :-back]
-        inside.append(before == segments)
-        shifted.append(jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :-back])
-    parts = [jnp.where(i[..., None], s, 0) for i, s in zip(inside, shifted, strict=True)]
+        shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :-back]
+        parts.append(jnp.where((before == segments)[..., None], shifted, 0))
     return _weighted(parts[::-1], weight, precision=precision)
 
 
@@ -87,12 +80,12 @@ def delta_rule(
       precision: the dtype policy.
 
     Returns:
-      [B, T, H, dv] in `precision.activations`; and the states [B, H, dk, dv] in `accumulate` behind
-      the last segment of each row, which padding leaves as they are.
+      [B, T, H, dv] in `precision.activations`; and the states [B, H, dk, dv] in `accumulate` after
+      the last segment of each row. Padding does not change states.
     """
     real = segments > 0
     starts = real & (segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1])
-    numbers = jnp.cumsum(starts, axis=1)  # padding has that of the segment before
+    numbers = jnp.cumsum(starts, axis=1)  # padding has the number of the segment before it
     decay = jnp.where((real & ~starts)[..., None], gates.decay, 0)  # a first token has no state
     beta = jnp.where(real[..., None], gates.beta, 0)
     run = jax.checkpoint(_chunks, static_argnums=(6,), prevent_cse=False)
@@ -106,7 +99,7 @@ def _wide(precision: Precision) -> Precision:
 
 
 def _heads(q, k, v, precision):
-    """Returns normalised queries, normalised keys and values, all with a head for each value."""
+    """Normalises queries and keys, and repeats them for the heads of values."""
     copies = v.shape[-2] // k.shape[-2]
     q = _normalised(q, precision) * q.shape[-1] ** -0.5
     q, k = (jnp.repeat(x, copies, axis=-2) for x in (q, _normalised(k, precision)))
@@ -121,16 +114,16 @@ def _normalised(x: jax.Array, precision: Precision) -> jax.Array:
 class _Chunk(NamedTuple):
     """Inputs of one step of the scan over chunks, [B, H, C, ...]."""
 
-    values: jax.Array  # [dv], to be written if the state were zeros
-    corrections: jax.Array  # [dk], that read the state to correct them
-    queries: jax.Array  # [dk], that read the state
+    values: jax.Array  # [dv], written if the state were zeros
+    corrections: jax.Array  # [dk], which read the state to correct the values
+    queries: jax.Array  # [dk], which read the state
     scores: jax.Array  # [C], products of queries with keys of the chunk
     keys: jax.Array  # [dk], as they are written to the state
     kept: jax.Array  # [B, H, 1, 1], factor of the state
 
 
 def _chunks(q, k, v, decay, beta, numbers, precision):
-    """Computes `delta_rule` of normalised heads; the backward pass computes it again."""
+    """Computes `delta_rule` of normalised heads; the backward pass recomputes it."""
     batch, length, heads, _ = v.shape
     more = -length % CHUNK
 
@@ -143,7 +136,7 @@ def _chunks(q, k, v, decay, beta, numbers, precision):
     numbers = cut(numbers[..., None], "edge")
     q, k, v, decay, beta = map(cut, (q, k, v, decay, beta))
     total = jnp.cumsum(decay, axis=-1)
-    # The segment of the state that a chunk finds, and of the one that it leaves.
+    # Segments of the state after and before each chunk.
     last = numbers[..., -1:]
     before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
     read = jnp.where(numbers == before, jnp.exp(total), 0)
@@ -183,7 +176,7 @@ def _chunks(q, k, v, decay, beta, numbers, precision):
 
 def _invert(lower: jax.Array, precision: Precision) -> jax.Array:
     """Inverts the identity plus a strictly lower triangular matrix [..., C, C], block by block.
-    Powers of the matrix would be fewer products, but cancel where keys are alike."""
+    Powers of the matrix would take fewer products, but cancel where keys are alike."""
     *shape, size, _ = lower.shape
     found = jnp.ones((*shape, size, 1, 1), lower.dtype)  # inverses of the blocks of the diagonal
     width = 1
@@ -222,8 +215,8 @@ def delta_step(
     *,
     precision: Precision,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `delta_rule` of one more token in each row: [B, 1, ...] and the states
-    [B, H, dk, dv] -> ([B, 1, H, dv] in `activations`, the new states)."""
+    """Computes `delta_rule` for one more token per row: [B, 1, ...] and the states [B, H, dk, dv]
+    -> ([B, 1, H, dv] in `activations`, the new states)."""
     q, k, v = (x.swapaxes(1, 2) for x in _heads(q, k, v, precision))
     decay, beta = (x.swapaxes(1, 2)[..., None] for x in gates)
     state = state * jnp.exp(decay)

@@ -33,10 +33,10 @@ def mixture(
     Args:
       x: [B, T, D], the normed residual stream.
       layer: parameters of one layer.
-      context: what all layers share.
+      context: settings of all layers.
       recorded: i32[B, T, k], experts to use instead of the router's choice (routing replay,
-        arXiv:2510.11370). A negative entry means that none are recorded for the token. The weights
-        are the router's own for these experts, so the router still learns.
+        arXiv:2510.11370); negative for a token without a record. The weights are the router's own
+        for these experts, so the router still learns.
 
     Returns:
       [B, T, D] to be added to the stream, and the routing.
@@ -44,7 +44,7 @@ def mixture(
     config, precision = context.config, context.precision
     assert config.experts is not None
     routing = route(x, layer, context=context, recorded=recorded)
-    rows, names = ("routed", "length"), tuple(name for name in _AXES if name in layer)
+    tokens, names = ("routed", "length", "embed"), tuple(name for name in _AXES if name in layer)
 
     def contribution(x, experts, weights, numbers, units, *arrays):
         own = dict(zip(names, arrays, strict=True))
@@ -52,16 +52,9 @@ def mixture(
 
     run = context.local(
         contribution,
-        inputs=(
-            (*rows, "embed"),
-            (*rows, "embed"),
-            (*rows, "embed"),
-            ("experts",),
-            ("mlp",),
-            *(_AXES[name] for name in names),
-        ),
+        inputs=(tokens, tokens, tokens, ("experts",), ("mlp",), *(_AXES[name] for name in names)),
         # Each device holds a part of the sum over experts and over their hidden units.
-        output=("experts", "mlp", *rows, "embed"),
+        output=("experts", "mlp", *tokens),
     )
     numbers = jnp.arange(config.experts.count, dtype=jnp.int32)
     units = jnp.arange(config.experts.intermediate_size, dtype=jnp.int32)
@@ -74,8 +67,8 @@ def mixture(
 def route(
     x: jax.Array, layer: Layer, *, context: LayerContext, recorded: jax.Array | None = None
 ) -> Routing:
-    """Chooses each token's experts: those with the largest scores, softmax or sigmoid, after their
-    correction if there is one. Takes the arguments of `mixture`; logits are not rounded."""
+    """Chooses each token's experts by the largest scores (softmax or sigmoid), corrected if the
+    config says so. Takes the arguments of `mixture`; logits are not rounded."""
     precision = context.precision
     settings = context.config.experts
     assert settings is not None
@@ -105,7 +98,7 @@ def route(
 
 
 def gated_unit(gate: jax.Array, up: jax.Array, *, clamp: ClampedGate | None) -> jax.Array:
-    """Computes silu(gate) * up, or what `ClampedGate` says; elementwise."""
+    """Computes silu(gate) * up, or the unit of `ClampedGate`; elementwise."""
     if clamp is None:
         return jax.nn.silu(gate) * up
     gate = jnp.minimum(gate, clamp.limit)
@@ -114,8 +107,8 @@ def gated_unit(gate: jax.Array, up: jax.Array, *, clamp: ClampedGate | None) -> 
 
 
 def _within_groups(scores: jax.Array, settings: Experts) -> jax.Array:
-    """Masks the scores [B, T, E] of experts outside of each token's best groups: those with the
-    largest sum of their two best scores (arXiv:2412.19437)."""
+    """Masks scores [B, T, E] outside of each token's best groups. A group ranks by the sum of its
+    two best scores (arXiv:2412.19437)."""
     if settings.chosen_groups == settings.groups:
         return scores
     grouped = scores.reshape(*scores.shape[:2], settings.groups, -1)
@@ -193,5 +186,5 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
     weights = weights.reshape(-1, chosen, 1)
     parts = [y[:, i] * weights[:, i] for i in range(chosen)]
-    y = functools.reduce(jnp.add, parts)  # in this order; XLA's sum has one for each shape
+    y = functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
     return y.reshape(1, 1, *shape, x.shape[-1])

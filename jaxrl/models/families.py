@@ -1,4 +1,4 @@
-"""Model families: what determines the decoder's shapes and function, and what each family fixes."""
+"""Model families: the config of a decoder, and the facts that each family fixes."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxrl.models.components import Experts, Group, Kind, Latent, Linear
-from jaxrl.models.periods import Span, divide
+from jaxrl.models.periods import LayerSpan, divide
 from jaxrl.models.rope import Rope, YarnScaling
 
 
@@ -17,31 +17,31 @@ class DecoderConfig:
     Attributes:
       model_type: Hugging Face's name of the family, one of `FAMILIES`.
       intermediate_size: hidden units of the feed-forward networks; kept but unused with experts.
-      rope: of the layers, but for those to which `ropes` gives another.
-      ropes: for each layer its rope, None for a layer without one; () if all layers have `rope`.
-      windows: for each layer the number of tokens that a token attends to, including itself; None
+      rope: the rope of layers for which `ropes` gives no other.
+      ropes: the rope of each layer, None for none; () if all layers have `rope`.
+      windows: the number of tokens that a token attends to in each layer, including itself; None
         for all. () if no layer has a window.
       qkv_bias: true if the projections of queries, keys and values have biases.
       o_bias: true if attention's output projection has one.
-      sinks: true if each head has a score of no key, see `Scoring.sinks`.
+      sinks: true if each head has an attention sink, see `Scoring.sinks`.
       qk_norm: the norm of queries and keys: of each head, or of the whole projection.
       norms: places of a layer's norms: before attention and feed-forward network, after them, or
         both.
       norm_plus_one: true if norms multiply by 1 + weight.
       activation: of the feed-forward networks.
-      fused: true if one matrix holds the projections of queries, keys and values, and another one
-        those of gate and up.
+      fused: true if one matrix holds the projections of queries, keys and values, and another
+        the projections of gate and up.
       scaled_embedding: true if the embedding is multiplied by sqrt(hidden_size).
       query_scalar: scores are divided by its square root; None is head_dim.
-      score_cap, logit_cap: soft caps of attention scores and of logits, see `scoring.soft_cap`.
-      output_gate: true if each head's result is multiplied by the sigmoid of a gate, which the
-        projection of queries computes beside them.
+      score_cap, logit_cap: soft caps of attention scores and of logits, see `scores.soft_cap`.
+      output_gate: true if each head's result is multiplied by the sigmoid of a gate, which comes
+        from the projection of queries.
       linear: the layers that have the gated delta rule in place of attention; None for none.
-      latent: projections of keys and values through a narrow one; None for direct ones. `head_dim`
-        is then that of queries and keys.
+      latent: narrow projections of multi-head latent attention, where `head_dim` is the size of
+        queries and keys; None for direct projections.
       experts: None for a dense decoder.
-      wrapped: true if the checkpoint is a model of images and text, whose language model this is:
-        the names of its tensors begin otherwise, and config.json has it in `text_config`.
+      wrapped: true for the language model of a model of images and text: its tensors have another
+        prefix, and config.json describes it in `text_config`.
       scored: true for a reward model, whose head gives each token one score instead of one logit
         per vocabulary entry.
       max_positions: longest sequence that the checkpoint supports, in tokens.
@@ -88,7 +88,7 @@ class DecoderConfig:
     pad_id: int | None = None
 
     def as_scorer(self) -> "DecoderConfig":
-        """Returns the config of a reward model with the same body, which is never wrapped."""
+        """Returns the config of a reward model with the same body; it is never wrapped."""
         return dataclasses.replace(self, scored=True, wrapped=False)
 
     @property
@@ -98,13 +98,13 @@ class DecoderConfig:
 
     @functools.cached_property
     def scans(self) -> tuple[tuple[Group, ...], ...]:
-        """The groups in the order of computation; the layers of those in one entry alternate."""
+        """The groups in the order of computation; the layers of groups in one entry alternate."""
         dense = self.num_layers if self.experts is None else self.experts.dense_layers
         period = (False,) if self.linear is None else self.linear.period
         layers = [(kind, i >= dense, period[i % len(period)]) for i, kind in enumerate(self.kinds)]
         mixed = len({(kind, linear) for kind, _, linear in layers}) > 1
 
-        def group(span: Span, first: int) -> Group:
+        def group(span: LayerSpan, first: int) -> Group:
             kind, routed, linear = layers[first]
             name = "layers" if routed or self.experts is None else "dense_layers"
             if mixed:
@@ -118,7 +118,7 @@ class DecoderConfig:
 
     @property
     def routed_layers(self) -> int:
-        """Number of layers with experts, which are the last ones."""
+        """Number of layers with experts; these are the last layers."""
         return sum(group.count for group in self.groups if group.routed)
 
     @property
@@ -159,36 +159,23 @@ class DecoderConfig:
 
 
 class Family(NamedTuple):
-    """Facts of a `model_type` that config.json does not give.
+    """Facts of a `model_type` that config.json does not give."""
 
-    Attributes:
-      architecture: of its language model.
-      fields: of its `DecoderConfig`, the same for every checkpoint.
-      windows: layers with a `sliding_window`: "none"; "all" if there is one; by a "switch" and a
-        first layer, or `layer_types`; "typed" by `layer_types`, or one global layer in a period.
-      theta: if config.json has no `rope_theta`.
-      local_theta: if layers with a window have a rope of their own: its theta.
-      defaults: transformers' values of absent keys, where they are not those of `ConfigJson`.
-      partial: if heads may be rotated in part: their rotated share if config.json has none.
-      only: keys that change the function, with the only values that are supported; () for any.
-      names: Hugging Face's names of parameters that differ from the others'.
-      packed: true if checkpoints may be in MXFP4, see `mxfp4`.
-      scorer: architecture of a reward model, if it has another name.
-      more_layers: true if files may hold layers for multi-token prediction, behind the last one or
-        under "mtp", see `checkpoint_tensors.unused_tensors`.
-    """
-
-    architecture: str
-    fields: Mapping[str, Any] = {}
+    architecture: str  # Hugging Face's class of the language model
+    fields: Mapping[str, Any] = {}  # of `DecoderConfig`, the same for every checkpoint
+    # Layers with `sliding_window`. "all": all, if it is given. "switch": by a switch and a first
+    # layer, or by `layer_types`. "typed": by `layer_types`, or a period with one global layer.
     windows: Literal["none", "all", "switch", "typed"] = "none"
-    theta: float = 10_000.0
-    local_theta: float | None = None
-    partial: float | None = None
-    defaults: Mapping[str, Any] = {}
+    theta: float = 10_000.0  # default of `rope_theta`
+    local_theta: float | None = None  # default for layers with a window, if they have their own
+    partial: float | None = None  # default share of rotated dimensions; None: always all
+    defaults: Mapping[str, Any] = {}  # transformers' defaults that differ from `ConfigJson`'s
+    # Keys that change the function, with the values that are supported; () for any.
     only: Mapping[str, tuple[Any, ...]] = {}
-    names: Mapping[str, str] = {}
-    packed: bool = False
-    scorer: str | None = None
+    names: Mapping[str, str] = {}  # Hugging Face's parameter names that other families lack
+    packed: bool = False  # checkpoints may be in MXFP4, see `mxfp4`
+    scorer: str | None = None  # class of a reward model; None derives it from `architecture`
+    # Files may hold layers for multi-token prediction, see `unused.unused_tensors`.
     more_layers: bool = False
 
     @property

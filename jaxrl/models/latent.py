@@ -1,10 +1,9 @@
-"""Multi-head latent attention (arXiv:2405.04434): keys and values are made of one narrow projection
+"""Multi-head latent attention (arXiv:2405.04434): keys and values come from one narrow projection
 of the stream.
 
-The expanded form makes them for each head. The absorbed form makes none: a query that is multiplied
-by the matrix of its head's keys has the same products with the narrow projection, and the average
-of the narrow projection, multiplied by the matrix of the head's values, is that of the values. It
-is attention with one head of keys, which are also its values.
+The expanded form computes them for each head. The absorbed form attends to the narrow projection
+itself, as one head of keys that are also values. It multiplies each query by its head's key matrix
+first, and the average of the narrow projection by the head's value matrix afterwards.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,14 @@ from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
 from jaxrl.models.products import batched_matmul, matmul
 from jaxrl.models.rope import RopeTable, apply_rope
 
-_EPS = 1e-6  # of the norms of the narrow projections, whatever that of the others is
+_EPS = 1e-6  # of the norms of the narrow projections; config.json gives it for other norms only
 
 
 def check_form(precision: Precision | str, config: object) -> None:
-    """Checks that a model has the attention whose form the dtype policy names.
+    """Checks that a model supports the form of latent attention that the dtype policy names.
 
     Raises:
-      ValueError: if it has none; the message names the setting and the family.
+      ValueError: if it does not; the message names the setting and the family.
     """
     precision = Precision.of(precision)
     if precision.latent != "expanded" and getattr(config, "latent", None) is None:
@@ -41,9 +40,9 @@ def project_latent(
     """Computes queries and keys [B, T, H, hd] and values [B, T, H, vd] of a normed stream
     [B, T, D], in `precision.activations`.
 
-    The dimensions that rope rotates come first; those of keys are the same in all heads. In the
-    absorbed form, queries are [B, T, H, rope_dim + kv_rank], and keys and values one array
-    [B, T, 1, rope_dim + kv_rank]; `values_of_heads` takes what attention makes of them.
+    Rotated dimensions come first; all heads have the same ones in their keys. In the absorbed form,
+    queries are [B, T, H, rope_dim + kv_rank], and keys and values are one array
+    [B, T, 1, rope_dim + kv_rank]; pass attention's result to `values_of_heads`.
     """
     config, latent, precision = context.config, context.config.latent, context.precision
     assert latent is not None
@@ -83,7 +82,7 @@ def project_latent(
 
 
 def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
-    """Multiplies the queries' dimensions without rope [B, T, H, n] by the matrices of keys, hence
+    """Multiplies the queries' dimensions without rope by their head's key matrix: [B, T, H, n] ->
     [B, T, H, kv_rank]."""
     precision, count = context.precision, q.shape[-1]
 
@@ -98,7 +97,7 @@ def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> ja
 
 
 def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
-    """Makes each head's values [B, T, H, vd] of the absorbed form's averages
+    """Computes each head's result [B, T, H, vd] from the absorbed form's averages
     [B, T, H, rope_dim + kv_rank], in `precision.activations`."""
     latent, precision = context.config.latent, context.precision
     assert latent is not None
@@ -115,12 +114,12 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
 
 
 def _of_heads(matrix: jax.Array, *, context: LayerContext) -> jax.Array:
-    """Divides a matrix into those of the heads: [H * n, in] -> [H, n, in]."""
+    """Divides a matrix by heads: [H * n, in] -> [H, n, in]."""
     return matrix.reshape(context.config.num_heads, -1, matrix.shape[-1])
 
 
 def _batched(x: jax.Array, matrix: jax.Array, *, context: LayerContext) -> jax.Array:
-    """Multiplies [B, T, H, in] by a matrix of each head, [H, out, in] -> [B, T, H, out]."""
+    """Multiplies by a matrix for each head: [B, T, H, in] and [H, out, in] -> [B, T, H, out]."""
     batch, length, heads, _ = x.shape
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, -1)
     y = batched_matmul(rows, matrix, form="nt", precision=context.precision)

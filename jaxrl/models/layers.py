@@ -27,7 +27,6 @@ Local = Callable[..., Callable[..., jax.Array]]
 
 def identity(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns an array of any shape unchanged: `Constrain` on a single device."""
-    del axes
     return x
 
 
@@ -35,7 +34,6 @@ def undivided(
     function: Callable[..., jax.Array], *, inputs: Sequence[Sequence[str]], output: Sequence[str]
 ) -> Callable[..., jax.Array]:
     """Returns the function unchanged: `Local` on a single device."""
-    del inputs, output
     return function
 
 
@@ -54,13 +52,13 @@ def scan_layers(
 
     Args:
       function: (group, carry, layer's parameters, *its inputs) -> (carry, kept).
-      carry: what goes from layer to layer, such as the residual stream.
-      params: of the decoder; those of the groups are read.
+      carry: passed from layer to layer, such as the residual stream.
+      params: the decoder's.
       config: the decoder's.
-      inputs: group -> what else its layers take, each stacked along the first dimension.
+      inputs: group -> further inputs of its layers, each stacked along the first dimension.
 
     Returns:
-      The last carry; and for each scan, what the layers of each of its groups kept, stacked.
+      The last carry; and for each scan, the results that each group's layers kept, stacked.
     """
     found: Found = []
     for groups in config.scans:
@@ -79,8 +77,8 @@ def scan_layers(
 
 
 def in_order(found: Found) -> Any:
-    """Joins what layers kept, in their order; None stands for groups that kept nothing, and for
-    the result if none did."""
+    """Joins the results that layers kept, in the order of the layers. Groups that kept nothing have
+    None; the result is None if all of them do."""
     parts: list[Any] = []
     for scan in found:
         some = [kept for _, kept in scan if kept is not None]
@@ -93,24 +91,17 @@ def in_order(found: Found) -> Any:
 
 
 def _alternated(*parts: jax.Array) -> jax.Array:
-    """G arrays [N, ...] -> [N * G, ...]."""
+    """Interleaves G arrays [N, ...]: [N * G, ...]."""
     return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 class LayerContext(NamedTuple):
-    """Settings that all layers of a forward pass share.
-
-    Attributes:
-      config: the decoder's.
-      precision: the dtype policy.
-      constrain: constrains the sharding of activations.
-      local: runs experts on the devices that hold them.
-    """
+    """Settings that all layers of a forward pass share."""
 
     config: DecoderConfig
     precision: Precision
-    constrain: Constrain = identity
-    local: Local = undivided
+    constrain: Constrain = identity  # constrains the sharding of activations
+    local: Local = undivided  # runs experts on the devices that hold them
 
     @property
     def absorbed(self) -> bool:
@@ -136,26 +127,18 @@ class LayerContext(NamedTuple):
 
     def scoring(self, group: Group, layer: Layer) -> Scoring:
         """Returns the scores of a layer of a group."""
-        config = self.config
-        window, sinks = group.kind.window, layer.get("sinks")
-        return Scoring(window, config.score_scale, config.score_cap, sinks)
+        scale, cap = self.config.score_scale, self.config.score_cap
+        return Scoring(group.kind.window, scale, cap, layer.get("sinks"))
 
     def enter(self, embedded: jax.Array) -> jax.Array:
-        """Makes the residual stream [B, T, D] of rows of the embedding: some families scale them by
-        sqrt(D), rounded to `compute` as transformers rounds it to the weights' dtype."""
+        """Makes the residual stream [B, T, D] from rows of the embedding. Some families scale them
+        by sqrt(D), rounded to `compute` as transformers rounds it to the weights' dtype."""
         precision = self.precision
         if not self.config.scaled_embedding:
             return embedded.astype(precision.activations)
         scale = jnp.asarray(self.config.hidden_size**0.5, precision.compute)
         wide = embedded.astype(precision.accumulate) * scale.astype(precision.accumulate)
         return wide.astype(precision.activations)
-
-
-def activation(x: jax.Array, *, context: LayerContext) -> jax.Array:
-    """Applies the activation of feed-forward networks, elementwise, in the dtype of `x`."""
-    if context.config.activation == "gelu_tanh":
-        return jax.nn.gelu(x, approximate=True)
-    return jax.nn.silu(x)
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:

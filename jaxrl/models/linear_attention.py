@@ -18,10 +18,10 @@ from jaxrl.models.delta_rule import (
 )
 from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
 
-NOT_SHARED = "a linear layer's state is that of one sequence"
+NOT_SHARED = "a linear layer's state belongs to one sequence"
 """Reason why completions cannot share a prompt."""
 
-NOT_FIXED = "its linear layers add chunks of tokens in another order than single ones"
+NOT_FIXED = "its linear layers add chunks of tokens in another order than single tokens"
 """Reason why the sampler's sums cannot equal the learner's bit for bit."""
 
 
@@ -41,7 +41,7 @@ def linear_attention(
     x: jax.Array, layer: Layer, recur: Recurrence, *, context: LayerContext
 ) -> tuple[jax.Array, Any]:
     """Computes linear attention of a normed stream [B, T, D]; returns the same shape, in
-    `precision.activations`, and what `recur` keeps."""
+    `precision.activations`, and the second result of `recur`."""
     linear, precision = context.config.linear, context.precision
     assert linear is not None
     inputs, gate, gates = _project(x, layer, linear, context=context)
@@ -57,8 +57,8 @@ def linear_attention(
 def recur_rows(
     inputs: jax.Array, gates: Gates, layer: Layer, segments: jax.Array, *, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the `Recurrence` of whole rows from states of zeros; returns the states behind them,
-    as `delta_rule`."""
+    """Computes the `Recurrence` of whole rows from states of zeros; also returns the states after
+    them, as `delta_rule`."""
     convolved = causal_convolution(
         inputs, layer["conv"][:, 0], segments, precision=context.precision
     )
@@ -70,7 +70,7 @@ def recur_rows(
 def recur_token(
     inputs: jax.Array, gates: Gates, layer: Layer, state: LinearState, *, context: LayerContext
 ) -> tuple[jax.Array, LinearState]:
-    """Computes the `Recurrence` of one more token in each row, [B, 1, C]; returns the new state."""
+    """Computes the `Recurrence` of one more token per row, [B, 1, C]; also returns the state."""
     precision = context.precision
     window = jnp.concatenate([state.inputs, inputs], axis=1)
     convolved = convolution_step(window, layer["conv"][:, 0], precision=precision)
@@ -124,7 +124,7 @@ def _project(
 
 
 def _divide(qkvz: jax.Array, gates: jax.Array, linear: Linear) -> tuple[jax.Array, ...]:
-    """Divides two projections [B, T, ...] that hold one key head after the other: into the
+    """Divides two projections [B, T, ...], which hold one key head after the other, into the
     convolution's inputs, the gate of the result, and the two gates of the delta rule."""
     shape, keys = qkvz.shape[:2], linear.key_heads
     own = linear.value_heads // keys * linear.value_dim

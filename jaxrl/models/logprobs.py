@@ -44,12 +44,12 @@ class Head(NamedTuple):
     """The output layer."""
 
     weights: jax.Array  # [V, D], tied to the embedding or not
-    cap: float | None = None  # soft cap of the logits, see `scoring.soft_cap`
+    cap: float | None = None  # soft cap of the logits, see `scores.soft_cap`
     temperature: float | jax.Array = 1.0  # divides the capped logits; no gradient flows to it
 
 
 def rounded_logits(products: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
-    """Computes logits of the products of hidden states and weights: capped, in `logits`."""
+    """Caps products of hidden states and weights, and rounds them to `logits`."""
     return soft_cap(products, head.cap).astype(precision.logits)
 
 
@@ -68,15 +68,15 @@ def token_logprobs(
       hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
       head: weights compute[V, D], cap and temperature of the logits.
       tokens: i32[B, T].
-      mask: bool[B, T], the tokens to score. The cost is set by the row with most of them.
+      mask: bool[B, T], the tokens to score. The row with the most of them sets the cost.
       precision: products have operands in `compute`; logits and result are rounded to `logits`.
         Sums over the vocabulary are in f32 or wider.
       chunk: affects memory and speed; the result changes by rounding only.
 
     Returns:
       f32[B, T] (f64 if `precision.logits` is): entry t is log p(tokens[:, t] | tokens[:, :t]).
-      Entries outside the mask are 0 and have no gradient, whatever `hidden` holds there. So is
-      entry 0, which no token predicts.
+      Entries outside the mask are 0 and have no gradient, whatever `hidden` holds there. The same
+      is true of entry 0, which no token predicts.
 
     Raises:
       ValueError: if the temperature or a chunk size is not positive.
@@ -96,8 +96,8 @@ def token_logprobs_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `token_logprobs` and the entropy of the same distributions.
 
-    Arguments and errors are those of `token_logprobs`. The entropy, in nats, has the shape, dtype
-    and mask of the log-probs and is differentiable too.
+    Takes the arguments of `token_logprobs` and raises its errors. The entropy, in nats, has the
+    shape, dtype and mask of the log-probs and is differentiable, too.
     """
     plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk, entropy=True)
     return _token_scores(hidden, head, tokens, mask, plan)
@@ -106,8 +106,8 @@ def token_logprobs_and_entropy(
 def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """Divides logits by a temperature, with the same rounding in the learner and the sampler.
 
-    XLA divides by a constant as by no other number, and may fuse the product with a later sum. The
-    maximum with the lowest number prevents that and changes nothing.
+    XLA divides by a constant differently than by a variable, and may fuse the product with a later
+    sum. The maximum with the lowest number prevents the fusion and changes nothing.
     """
     lowest = jnp.finfo(logits.dtype).min
     return jnp.maximum(logits * (1 / temperature), lowest)

@@ -46,7 +46,7 @@ class Adapted:
 
 
 def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
-    """Declares the adapters of some matrices, under PEFT's names, and the head of a scorer.
+    """Declares adapters of the matching matrices, under PEFT's names, and the head of a scorer.
 
     Args:
       specs: the decoder's.
@@ -98,8 +98,8 @@ def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:
 
 
 def declared(specs: Any) -> Any:
-    """Merges specs into one tree of the decoder's form: adapters are beside their matrices, a
-    trained head is in the place of the frozen one."""
+    """Merges specs into one tree of the decoder's form: adapters stand beside their matrices, and a
+    trained head replaces the frozen one."""
     if not isinstance(specs, Adapted):
         return specs
     return specs.frozen | {
@@ -109,8 +109,7 @@ def declared(specs: Any) -> Any:
 
 
 def with_head(adapters: Params, base: Params) -> Params:
-    """Begins the trained head of a scorer from the base's; adapters without one stay as they
-    are."""
+    """Initialises a scorer's trained head with the base's; other adapters are unchanged."""
     if _HEAD not in adapters:
         return adapters
     return adapters | {_HEAD: base[_HEAD].astype(adapters[_HEAD].dtype)}
@@ -155,7 +154,6 @@ def merge(params: Any) -> Params:
 
 @jax.jit
 def _merge(params: Adapted) -> Params:
-
     def one(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         weight, a, b = (part.astype(jnp.float32) for part in parts)
         change = product(b, a, contract=(1, 0), precision=PRESETS["fp32"])

@@ -51,10 +51,10 @@ class Hidden(Protocol):
     ) -> jax.Array:
         """Computes the residual stream after the final norm, [B, T, D] in `precision.activations`.
 
-        `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T], and so
-        is `seen_until`, in rows whose sequences share prefixes (`tree_attention.Tree`). The
-        caller casts `params` to `precision.compute` once per step; other dtypes are cast here.
-        `params` may be `lora.Adapted`.
+        `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T]. Rows
+        whose sequences share prefixes also need `seen_until`, see `visible.Tree`. The caller casts
+        `params` to `precision.compute` once per step; other dtypes are cast here. `params` may be
+        `lora.Adapted`.
         """
         ...
 
@@ -70,18 +70,18 @@ class Routed(NamedTuple):
 class Model(NamedTuple):
     """A model as the learner and the sampler use it; hashable.
 
-    `hidden_routed` takes the arguments of `hidden`, and as `recorded` experts to replay,
-    i32[B, T, L, k], negative where a token has none (`experts.mixture`).
+    `hidden_routed` takes the arguments of `hidden` and `recorded`, experts to replay:
+    i32[B, T, L, k], negative for a token without (see `experts.mixture`).
 
-    `temperature` is that of the distribution whose log-probs the learner computes: set it to the
-    one that completions are sampled at, by `model._replace(temperature=0.7)`.
+    The learner computes log-probs at `temperature`. Set it to the temperature of sampling with
+    `model._replace(temperature=0.7)`.
     """
 
     config: DecoderConfig
     specs: Specs
     hidden: Hidden
     unembedding: Callable[[Params], jax.Array]  # the head [V, D], tied or not; a scorer's [1, D]
-    hidden_routed: Callable[..., Routed] | None = None  # unless config.experts is None
+    hidden_routed: Callable[..., Routed] | None = None  # None for a dense decoder
     local: Local = undivided
     temperature: float = 1.0
 
@@ -203,8 +203,8 @@ def _periodic(config: DecoderConfig) -> bool:
 
 
 def _in_turn(x: jax.Array, layer: Layer, config: DecoderConfig) -> tuple[jax.Array, Layer]:
-    """Returns the stream and a layer as they are, the layer not before the stream. The layers of a
-    period share a loop's body: XLA would gather the weights of all before it needs them."""
+    """Makes a layer's weights wait for the stream. The layers of a period share a loop's body:
+    without a barrier, XLA would gather all their weights before the first is needed."""
     return jax.lax.optimization_barrier((x, layer)) if _periodic(config) else (x, layer)
 
 
@@ -218,8 +218,8 @@ def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) 
 
 
 def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -> jax.Array | None:
-    """Returns the experts to replay in the layers of a group, of [L, B, T, k] of those with
-    experts; None if there are none."""
+    """Selects a group's experts from `recorded` [L, B, T, k], which has all routed layers; None if
+    there is nothing to replay."""
     if recorded is None or not group.routed:
         return None
     first = group.first - config.num_layers + config.routed_layers

@@ -1,4 +1,4 @@
-"""Models made of Flax NNX modules that somebody else wrote."""
+"""Models made from other people's Flax NNX modules."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,15 +12,10 @@ from jaxrl.models.spec import Params, ParamSpec
 
 
 class NnxConfig(NamedTuple):
-    """The sizes that jaxrl reads of a model.
+    """The sizes of a model that jaxrl reads."""
 
-    Attributes:
-      vocab_size: rows of the unembedding.
-      max_positions: the longest sequence.
-    """
-
-    vocab_size: int
-    max_positions: int
+    vocab_size: int  # rows of the unembedding
+    max_positions: int  # tokens of the longest sequence
     experts: None = None
     logit_cap: None = None
 
@@ -32,16 +27,16 @@ def from_nnx(
     unembedding: Callable[[Any], jax.Array],
     max_positions: int,
 ) -> tuple[Model, Params]:
-    """Makes a model of an NNX module: its `nnx.Param` are the parameters, its own code computes.
+    """Makes a model from an NNX module: its `nnx.Param`s are the parameters, its own code computes.
 
     The learner trains it with any loss and precision. `EmbeddedSampler` samples from it with a
-    forward pass over the whole row for each token. jaxrl casts parameters and the result; what the
-    module casts itself, it still does. For a mesh, every parameter is cut along its largest
-    dimension, the axis "embed" of the rules. Prompts shared by completions, LoRA by name and export
-    to Hugging Face's format need jaxrl's own decoder.
+    forward pass over the whole row for each token. jaxrl casts parameters and the result; the
+    module's own casts stay. On a mesh, every parameter is cut along its largest dimension, the axis
+    "embed" of the rules. Prompts shared by completions, LoRA by name and export to Hugging Face's
+    format need jaxrl's own decoder.
 
     Args:
-      module: holds its parameters. Its other state, such as dropout's counters, stays as it is.
+      module: holds the parameters. Its other state, such as dropout's counters, never changes.
       hidden: (module, tokens, positions, mask) -> hidden states [B, T, D], the module without its
         head. Tokens and positions (within the sequence) are i32[B, T]. The mask is bool[B, T, T],
         True where a query (second axis) may attend to a key: causal, and within the sequence.
@@ -52,7 +47,7 @@ def from_nnx(
       The model, and its parameters as nested dicts.
 
     Example:
-      >>> module = nnx.Embed(512, 8, rngs=nnx.Rngs(0))  # the shortest of all language models
+      >>> module = nnx.Embed(512, 8, rngs=nnx.Rngs(0))  # the shortest language model
       >>> model, params = from_nnx(
       ...     module,
       ...     lambda m, tokens, positions, mask: m(tokens),
@@ -91,7 +86,7 @@ def from_nnx(
 
 
 def _declare(path: tuple[Any, ...], parameter: jax.Array) -> ParamSpec:
-    """Declares a parameter: its largest dimension is the one that may be cut."""
+    """Declares a parameter; only its largest dimension may be cut."""
     largest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis], default=0)
     axes = tuple("embed" if axis == largest else "norm" for axis in range(parameter.ndim))
     return ParamSpec(parameter.shape, axes, jax.tree_util.keystr(path), None)

@@ -4,12 +4,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class LayerSpan(NamedTuple):
     """Consecutive layers that repeat a period."""
 
     first: int  # index of the first layer
-    period: int  # number of layers that a repetition has
-    count: int  # number of repetitions; 1 only for a single layer
+    period: int  # layers per repetition
+    count: int  # repetitions; 1 only for a single layer
 
     @property
     def end(self) -> int:
@@ -17,15 +17,15 @@ class Span(NamedTuple):
         return self.first + self.period * self.count
 
 
-def divide(layers: Sequence[Hashable]) -> tuple[Span, ...]:
-    """Divides layers into spans whose periods have the fewest layers in all, since the program has
-    each of these once; then into the fewest spans, the earlier ones as long as possible.
+def divide(layers: Sequence[Hashable]) -> tuple[LayerSpan, ...]:
+    """Divides layers into spans; equal values in `layers` stand for layers that may share a scan.
 
-    `layers` gives what distinguishes each layer from the others.
+    The periods of the spans have the fewest layers in all, since the program contains each of
+    these once. Ties go to the fewest spans, then to the longest earlier spans.
     """
     numbers = {one: number for number, one in enumerate(dict.fromkeys(layers))}
     kinds = [numbers[one] for one in layers]  # cheap to compare
-    best: dict[int, tuple[Span, ...]] = {len(kinds): ()}  # for the layers from an index on
+    best: dict[int, tuple[LayerSpan, ...]] = {len(kinds): ()}  # for the layers from an index on
     for first in reversed(range(len(kinds))):
         best[first] = min(
             ((span, *best[span.end]) for span in _spans(kinds, first)),
@@ -34,11 +34,11 @@ def divide(layers: Sequence[Hashable]) -> tuple[Span, ...]:
     return best[0]
 
 
-def _spans(kinds: list[int], first: int) -> Iterator[Span]:
+def _spans(kinds: list[int], first: int) -> Iterator[LayerSpan]:
     """Lists the spans that begin with a layer."""
-    yield Span(first, 1, 1)
+    yield LayerSpan(first, 1, 1)
     for period in range(1, (len(kinds) - first) // 2 + 1):
         start, end = kinds[first : first + period], first + 2 * period
         while kinds[end - period : end] == start:
-            yield Span(first, period, (end - first) // period)
+            yield LayerSpan(first, period, (end - first) // period)
             end += period

@@ -26,10 +26,10 @@ Form = Literal["nn", "nt", "tn"]  # x @ y, x @ y.T, x.T @ y
 # pieces by the number of rows and the size of the processor's caches.
 ADDED = 512
 
-# Numbers in the largest matrix that XLA on CPU multiplies few rows by in the order of many rows.
+# Largest matrix, in numbers, by which XLA on CPU multiplies few rows in the same order as many.
 _SMALL = 32768
 
-# Columns up to which a transposed result costs less than a transposed operand: a head has more.
+# Most columns for which transposing the result costs less than an operand: the head has more.
 _WIDEST = 2048
 
 
@@ -88,9 +88,9 @@ def product(
 
 
 def _row_unit(rows: int, precision: Precision) -> int:
-    """Returns a number that a product's rows are padded to a multiple of. XLA on CPU sums the
-    product of a vector in another order than that of a matrix. Where a processor multiplies bf16 in
-    tiles (AMX), it also sums the last rows beside whole tiles in another order."""
+    """Returns the unit to whose multiples a product's rows are padded. XLA on CPU sums a vector's
+    product in a different order than a matrix's. A processor that multiplies bf16 in tiles (AMX)
+    also has a different order for the last rows, which fill no tile."""
     if precision.sums == "fixed" and precision.compute == jnp.bfloat16:
         return 16
     return 2 if rows == 1 else 1
@@ -105,7 +105,7 @@ def grouped_product(
     group: Axes = (0,),
     precision: Precision,
 ) -> jax.Array:
-    """Multiplies consecutive groups of rows of `x`, each by a matrix of its own.
+    """Multiplies consecutive groups of rows of `x`, each by its own matrix.
 
     Args:
       x: [M, ...]; rounded to `compute`.
@@ -136,7 +136,7 @@ def grouped_product(
     ragged = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimensions,
-        # Exact for bf16 operands in any case; the TPU's kernel refuses to be told.
+        # bf16 operands are exact in any case, and the TPU's kernel rejects the setting for them.
         precision=None if precision.compute == jnp.bfloat16 else precision.algorithm,
         preferred_element_type=precision.accumulate,
     )
@@ -181,8 +181,8 @@ def transposed_product(
     On CPU, XLA has bf16 kernels for plain products of row-major arrays only. It converts other
     operands to f32, which is five times slower where there are bf16 units, or fails at run time. So
     a barrier keeps it from folding the transpose into the product, and the array behind the barrier
-    is flat, or XLA would see its layout. Another guards a transpose of the result. Of a wide `x`,
-    the narrower `y` and the result are transposed instead.
+    is flat, or XLA would see its layout. A second barrier does the same for the result. If `x` is
+    the wider operand, `y` and the result are transposed instead.
     """
     rows = len(batch)
     dot = functools.partial(product, contract=(rows + 1, rows), batch=batch, precision=precision)
@@ -206,8 +206,8 @@ def transposed_product(
 
 
 def named(x: jax.Array, name: str) -> jax.Array:
-    """Gives a result the checkpoint name `name`, in a forward rule, which is not differentiated. A
-    scan stacks what is kept of each layer: 16 bits go as integers (`half_bits`)."""
+    """Gives a result the checkpoint name `name`, in a forward rule, which is not differentiated.
+    Numbers of 16 bits are kept as integers, because a scan stacks them (`half_bits`)."""
     return from_bits(checkpoint_name(to_bits(x), name), x.dtype)
 
 
@@ -294,6 +294,6 @@ def grouped_matmul(
     x: jax.Array, weights: jax.Array, *, sizes: jax.Array, precision: Precision
 ) -> jax.Array:
     """Computes `x @ weights[g].T` for the rows of each group g: [M, in] and [G, out, in] ->
-    [M, out], in `activations`. The first `sizes[0]` rows are those of group 0, and so on."""
+    [M, out], in `activations`. The first `sizes[0]` rows belong to group 0, and so on."""
     x = x.astype(precision.activations)
     return _grouped(x, weights.astype(precision.compute), sizes, precision)

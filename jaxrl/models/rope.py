@@ -23,8 +23,8 @@ class Llama3Scaling:
     """Frequency-dependent scaling of Llama 3.1 and later.
 
     Wavelengths longer than `original_max_positions / low_freq_factor` are stretched by `factor`.
-    Those shorter than `original_max_positions / high_freq_factor` are kept. Those between are
-    interpolated.
+    Wavelengths shorter than `original_max_positions / high_freq_factor` are kept, and those in
+    between are interpolated.
     """
 
     factor: float
@@ -38,10 +38,10 @@ class YarnScaling:
     """YaRN (arXiv:2309.00071): fast pairs are kept, slow ones stretched by `factor`.
 
     Attributes:
-      factor: of the longest wavelengths.
+      factor: stretch of the longest wavelengths.
       original_max_positions: context of the pretraining, in tokens.
       beta_fast: pairs that turn more often than this in the original context are kept; None is 32.
-      beta_slow: those that turn less often are stretched fully; None is 1.
+      beta_slow: pairs that turn less often are stretched fully; None is 1.
       attention_factor: factor of cosines and sines; None derives it from the other numbers.
       mscale, mscale_all_dim: if both are given, the attention factor is the ratio of two
         temperatures (DeepSeek).
@@ -66,8 +66,8 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The frequencies of a rotary embedding, and the share of a head's dimensions that it rotates:
-    the first ones."""
+    """The frequencies of a rotary embedding, which rotates the first `share` of a head's
+    dimensions."""
 
     theta: float = 10000.0
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -79,11 +79,7 @@ class RopeTable(NamedTuple):
 
     cos: jax.Array  # [B, T, 1, rotated dimensions / 2]
     sin: jax.Array
-    queries: "RopeTable | None" = None  # that of queries, if they grow with their position
-
-    def of_queries(self) -> "RopeTable":
-        """Returns the table for queries."""
-        return self if self.queries is None else self.queries
+    queries: "RopeTable | None" = None  # for queries, if they grow with their position
 
 
 def rope_frequencies(rope: Rope, *, head_dim: int) -> np.ndarray:
@@ -110,7 +106,7 @@ def _kept_by_yarn(scaling: YarnScaling, *, theta: float, head_dim: int) -> np.nd
     """Computes the share of each pair's frequency that is kept, f32[head_dim / 2]."""
 
     def pair(turns: float) -> float:
-        """Returns the index of the pair with so many turns over the original context."""
+        """Returns the index of the pair that turns this often over the original context."""
         wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 

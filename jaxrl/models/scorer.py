@@ -1,7 +1,7 @@
 """Scores of a reward model: a decoder whose head gives each token one number.
 
-It equals `transformers.AutoModelForSequenceClassification` with one label. As there, the score of a
-sequence is the score of its last token that is not the padding token.
+The model equals `transformers.AutoModelForSequenceClassification` with one label: the score of a
+sequence is the score of its last token other than the padding token.
 """
 
 import jax
@@ -14,17 +14,8 @@ from jaxrl.models.spec import Params
 
 
 def token_scores(hidden: jax.Array, head: jax.Array, *, precision: Precision) -> jax.Array:
-    """Computes the head's output at each token.
-
-    Args:
-      hidden: activations[B, T, D] after the final norm.
-      head: compute[1, D].
-      precision: operands are rounded to `compute`; the sum is in f32 or wider and is rounded to
-        `logits`.
-
-    Returns:
-      f32[B, T] (f64 if products accumulate in it).
-    """
+    """Computes the head's output at each token: hidden states after the final norm [B, T, D] and
+    the head [1, D], both rounded to `compute` -> [B, T], rounded to `logits`, in `accumulate`."""
     wide = precision.accumulate
     x, weight = (a.astype(precision.compute).astype(wide) for a in (hidden, head))
     return jnp.sum(x * weight[None], axis=-1).astype(precision.logits).astype(wide)
@@ -42,16 +33,11 @@ def token_values(
 def sequence_scores(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision | str
 ) -> jax.Array:
-    """Computes the score of each sequence of a batch.
+    """Computes the score of each sequence of a batch, in rows of any layout.
 
-    Args:
-      model: a scorer (`config.scored` is true).
-      weights: its parameters in `precision.compute`.
-      batch: tokens in rows, in any layout.
-      precision: the dtype policy.
-
-    Returns:
-      f32[B, T + 1]: entry s of a row is the score of its sequence s; 0 if it has no sequence s.
+    `model` is a scorer (`config.scored` is true) and `weights` its parameters in
+    `precision.compute`. Returns f32[B, T + 1]: entry s of a row is the score of its sequence s, and
+    0 if the row has none.
     """
     tokens, segments = batch.tokens, batch.segments
     precision = Precision.of(precision)

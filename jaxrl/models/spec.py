@@ -18,19 +18,18 @@ class ParamSpec(NamedTuple):
     """Declaration of one parameter.
 
     Matrices keep Hugging Face's orientation, [out, in], contracted on the last axis. Parameters of
-    the layers are stacked along a first dimension, with the axis "layers". Those of experts are
-    stacked along a second one, with the axis "experts".
+    layers are stacked along a first dimension, with the axis "layers", and parameters of experts
+    along a second one, with the axis "experts".
 
     The key of a parameter that every policy holds in f32 ends in "_f32", see `casts.dtype_of`.
 
     Attributes:
       shape: includes the leading dimensions of layers and experts.
       axes: logical name of each dimension; sharding rules map them to mesh axes.
-      name: Hugging Face's name; "{layer}" stands for the layer's index, "{expert}" for the
-        expert's.
+      name: Hugging Face's name, with "{layer}" and "{expert}" for their indices.
       scale: standard deviation of the normal initial value; 0 gives zeros and None ones.
-      first: index of the first layer that it stands for.
-      step: distance of the indices of its layers.
+      first: index of the first of its layers.
+      step: distance between the indices of its layers.
       transposed: true if Hugging Face's tensor has the last two dimensions swapped, [in, out].
         Such a tensor may be packed, see `mxfp4`.
     """
@@ -60,7 +59,7 @@ class ParamSpec(NamedTuple):
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def swap(self, array: Any) -> Any:
-        """Brings an array from the parameter's orientation to that of Hugging Face, or back."""
+        """Converts an array from the parameter's orientation to Hugging Face's, or back."""
         return array.swapaxes(-1, -2) if self.transposed else array
 
     def hf_names(self) -> list[str]:
@@ -113,8 +112,8 @@ def init(specs: Specs, key: jax.Array, *, dtype: DType) -> Params:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: jax.Array, scale: float, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    # One program a shape. Without the barrier XLA folds `scale` into the factors of `normal`, and
-    # the last bit is another one than that of the steps one by one.
+    # One program per shape. Without the barrier XLA folds `scale` into the factors of `normal`, and
+    # the last bit differs from running the steps one by one.
     drawn = jax.lax.optimization_barrier(jax.random.normal(key, shape, jnp.float32))
     return (scale * drawn).astype(dtype)
 

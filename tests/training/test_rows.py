@@ -83,7 +83,7 @@ def test_dense_kernels_share_long_prompts_only(tmp_path, monkeypatch):
 
 def test_linear_layers_keep_prompts_apart(tmp_path):
     _, _, note = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
-    assert note.endswith("its own prompt: a linear layer's state is that of one sequence")
+    assert note.endswith("its own prompt: a linear layer's state belongs to one sequence")
 
 
 def test_linear_layers_are_not_exact(tmp_path):

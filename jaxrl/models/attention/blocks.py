@@ -21,8 +21,8 @@ from jaxrl.models.products import ADDED, named, product, transposed_product
 TILE = 64
 
 # Queries go in blocks, each against the keys up to its own end: that skips almost half of the
-# scores, and only one block's scores exist at a time. The program grows with the number of blocks.
-# With a window, blocks of its half skip most of what it hides.
+# scores, and only one block's scores exist at once. The program grows with the number of blocks.
+# With a window, blocks of half its size skip most of the hidden keys.
 _MIN_BLOCK, _MAX_BLOCKS, _MAX_WINDOWED = 128, 8, 32
 
 
@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
     @property
     def queries(self) -> tuple[Any, ...]:
-        """Index of the queries, or of what is computed for them: [..., T, hd]."""
+        """Index of the queries, or of results for them: [..., T, hd]."""
         return (..., slice(self.start, self.stop), slice(None))
 
     @property
@@ -117,8 +117,8 @@ def attention(
 
 
 def sequence_alignment(precision: Precision | str) -> Alignment:
-    """Returns where packed sequences may begin. With fixed sums they see their own keys at the same
-    places of XLA's products as in a row of their own."""
+    """Returns where packed sequences may begin. With fixed sums, their keys have the same places in
+    XLA's products as if each sequence had its own row."""
     fixed = Precision.of(precision).sums == "fixed"
     return Alignment(start=TILE, block=ADDED) if fixed else ANYWHERE
 
@@ -159,16 +159,10 @@ def softmax_product(
 
 def _forward(q, k, v, sinks, mask, precision, whole):
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-
-    found = [
-        softmax_product(
-            _scores(q, k, mask, block, precision=precision),
-            v[block.keys],
-            sinks,
-            precision=precision,
-        )
-        for block in _blocks(q, k, mask, precision, whole=whole)
-    ]
+    found = []
+    for block in _blocks(q, k, mask, precision, whole=whole):
+        scores = _scores(q, k, mask, block, precision=precision)
+        found.append(softmax_product(scores, v[block.keys], sinks, precision=precision))
     # With these two kept, a remat policy saves the backward pass a second forward pass.
     out, log_total = (
         named(jnp.concatenate(parts, axis=3), KEPT) for parts in zip(*found, strict=True)
@@ -214,8 +208,8 @@ _attention.defvjp(_forward, _backward)
 def _blocks(
     q: jax.Array, k: jax.Array, mask: Mask, precision: Precision, *, whole: bool
 ) -> list[Block]:
-    """Lists the blocks of queries with the keys that they may see; all keys if the queries are not
-    their `whole` rows, since their start is not known at compile time."""
+    """Lists the blocks of queries with the keys that they may see: all keys if the queries are part
+    of their rows, since their start is then not known at compile time."""
     length, keys, window = q.shape[3], k.shape[2], mask.scoring.window
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS // TILE) * TILE)
     if not whole:
@@ -234,8 +228,8 @@ def _blocks(
 
 
 def _add(total, first, part):
-    """Adds to columns of an array, from `first` on. `at[...].add` of all columns would have no
-    index, and jaxlib 0.11 crashes at empty arrays inside shard_map (docs/scale.md, "Attention")."""
+    """Adds to columns of an array, from `first` on. `at[...].add` to all columns would have no
+    index, and jaxlib 0.11 crashes on empty arrays in shard_map (docs/scale.md, "Attention")."""
     sums = total[..., first : first + part.shape[-1]] + part
     return jax.lax.dynamic_update_slice(total, sums, (*(0,) * (total.ndim - 1), first))
 

@@ -24,17 +24,16 @@ def head_dim_limit(capability: str) -> int:
 
 
 def is_hopper(capability: str) -> bool:
-    """Tells if a GPU of this compute capability is of the Hopper generation or later."""
+    """Returns True for the compute capability of Hopper or a later generation."""
     return int(capability.split(".")[0]) >= 9
 
 
 def find_sequences(segments: jax.Array, *, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the runs of equal numbers in segments i32[B, T], as cuDNN takes them; padding is one,
-    too.
+    """Finds the runs of equal numbers in segments i32[B, T] for cuDNN, including padding.
 
     Returns:
       Their lengths i32[B, most] in tokens, the indices of their first tokens i32[B, most + 1], both
-      -1 where a row has no more, and their number i32[B].
+      -1 after the last run of a row, and the number of runs i32[B].
     """
     # No segment is numbered -1, so that a row's first token always begins a run.
     before = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -62,7 +61,7 @@ def packed(
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
-    """Computes `attention.attention` over whole rows by the packed form, for scores without cap.
+    """Computes `blocks.attention` over whole rows by the packed form, for scores without cap.
 
     A row with more than `most_sequences` gives NaN. Keys and values are repeated for the query
     heads that share them: with fewer heads, jax 0.10 gives cuDNN wrong offsets (jax-ml/jax#39521).
@@ -102,7 +101,7 @@ def masked(
     precision: Precision,
     part: Part | None = None,
 ) -> jax.Array:
-    """Computes `attention.attention` with a mask."""
+    """Computes `blocks.attention` with a mask."""
     first, of_keys = (0, segments) if part is None else part
     window = scoring.window
     queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
@@ -126,8 +125,8 @@ def masked(
 
 
 def keeping(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a remat policy that keeps, besides, all that cuDNN's backward pass reads. Its sums of
-    the softmax arise within JAX, where they cannot be named."""
+    """Returns a remat policy that also keeps the inputs of cuDNN's backward pass. JAX creates its
+    softmax sums internally, where they cannot be named."""
 
     def kept(primitive: Any, *args: Any, **params: Any) -> Any:
         own = primitive.name == "dot_product_attention_fwd_wrapper"

@@ -1,6 +1,6 @@
 """Attention on a mesh, with the kernels available on its devices.
 
-`xla` is `attention.attention`, which runs everywhere. `splash` is the TPU's flash attention from
+`xla` is `blocks.attention`, which runs everywhere. `splash` is the TPU's flash attention from
 jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
 """
 
@@ -31,9 +31,9 @@ Kernel = Literal["xla", "splash", "cudnn"]
 Wanted = Kernel | Literal["auto"]
 """A kernel, or the one that `choose_kernel` finds."""
 
-_AGREEMENT = 0.05  # norm of the difference of two kernels in 16 bits, relative
+_AGREEMENT = 0.05  # largest relative norm of the difference of two kernels in 16 bits
 _LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
-_BLOCKS = (512, 256, 128)  # tokens per block of it; the first that divides a row is used
+_BLOCKS = (512, 256, 128)  # tokens per block of splash; the first that divides a row is used
 
 
 def choose_kernel(
@@ -66,7 +66,7 @@ def choose_kernel(
     if config.latent is not None:
         reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
     if precision.sums == "fixed":
-        reasons = dict.fromkeys(reasons, "adds in an order of its own, but sums=fixed fixes it")
+        reasons = dict.fromkeys(reasons, "adds in its own order, which sums=fixed does not allow")
     if wanted == "auto":
         there: list[Kernel] = [name for name, reason in reasons.items() if reason is None]
         return (*there, "xla")[0]
@@ -113,7 +113,7 @@ def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Atten
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
         if isinstance(segments, Tree) and unshared_reason(kernel) is not None:
-            kernel = "xla"  # rows were packed for the learner's dtypes; the sampler's are others
+            kernel = "xla"  # packing followed the kernel of the learner's dtypes, not of these
         on_mesh = by_kernel(kernel, layout=layout)
         return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
 
@@ -121,7 +121,7 @@ def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Atten
 
 
 def unshared_reason(kernel: Kernel) -> str | None:
-    """Says why a kernel cannot compute rows whose sequences share prefixes; None if it can."""
+    """Explains why a kernel cannot compute rows whose sequences share prefixes; None if it can."""
     if kernel == "splash":
         return "splash compares one segment per token, and a shared token has several"
     return None
@@ -130,8 +130,8 @@ def unshared_reason(kernel: Kernel) -> str | None:
 def verify_kernel(
     kernel: Kernel, *, layout: Layout, config: DecoderConfig, precision: Precision | str
 ) -> None:
-    """Compares a kernel with `attention` on one device of this process: output and gradients over
-    a row of three sequences and padding, and over one whose second sequence shares a prefix.
+    """Compares a kernel with `attention` on one device of this process: output and gradients, for a
+    row of three sequences and padding, and for a row whose second sequence shares a prefix.
 
     Raises:
       RuntimeError: if they differ by more than rounding explains.
@@ -140,7 +140,7 @@ def verify_kernel(
         return
     precision = Precision.of(precision)
     device = next(d for d in layout.mesh.devices.flat if d.process_index == jax.process_index())
-    # One device suffices: what may differ between machines is the kernel, not the cut of rows.
+    # One device suffices: machines may differ in the kernel, but not in the cut of rows.
     alone = Layout(make_mesh(devices=[device]), layout.rules)
     of_kernel, windows = by_kernel(kernel, layout=alone), {kind.window for kind in config.kinds}
     norm, worst = jnp.linalg.norm, 0.0
@@ -162,8 +162,8 @@ def verify_kernel(
 
 
 def _rows() -> tuple[jax.Array, Tree]:
-    """Makes up a row: its segments, and its tree if the second sequence of the same tokens shared
-    the first 100 of the first one."""
+    """Makes up a row: its segments, and its tree if the second sequence shares the first 100 tokens
+    of the first one."""
     lengths = [200, 150, 100, 62]
     places = np.concatenate([np.arange(200), np.arange(100, 250), np.arange(100), np.zeros(62)])
     until = np.repeat([350, 200, 350, 450, 0], [100, 100, *lengths[1:]])
@@ -212,13 +212,9 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
     its part of the queries and gathers the keys and values of the whole rows. In rows that share
     prefixes, each device skips the blocks that its own rows do not see.
 
-    Args:
-      kernel: the kernel to run.
-      layout: the mesh and its rules.
-      interpret: run splash attention's program without a TPU, slowly.
-
-    The result raises ValueError if rows, tokens or heads do not divide over their devices, or for
-    rows that share prefixes, if the kernel cannot compute them (`unshared_reason`).
+    The result raises ValueError if rows, tokens or heads do not divide over their devices, or if
+    rows share prefixes and the kernel cannot compute them (`unshared_reason`). `interpret` runs
+    splash attention's program without a TPU, slowly.
     """
 
     def on_mesh(q, k, v, segments, *, scoring, precision):
@@ -227,12 +223,11 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             raise ValueError(f"rows share prefixes, but {reason}; pack them without")
         whole = kernel == "xla" and layout.count("length") == 1
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
-            # XLA shards it over rows and heads itself
+            # XLA shards it over rows and heads itself.
             return attention(q, k, v, segments, scoring=scoring, precision=precision)
         local = functools.partial(_LOCAL[kernel], precision=precision)
         if kernel == "cudnn":
             local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
-
         constant = None
         if kernel == "splash":
             constant = _splash_kernel(q, layout, window=scoring.window, interpret=interpret)
@@ -242,7 +237,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
 
 
 class _Given(NamedTuple):
-    """Arguments of a kernel besides queries, keys and values."""
+    """A kernel's arguments besides queries, keys and values."""
 
     segments: jax.Array | Tree  # see `attention`
     scoring: Scoring
@@ -331,7 +326,7 @@ def _splash(q, k, v, given: _Given, *, precision):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     segments, scoring, part, constant = given  # `constant` knows the window
-    # The kernel does not scale: queries are rounded once more than in `attention`.
+    # The kernel does not scale, so that queries are rounded once more than in `attention`.
     scaled = (q.astype(precision.accumulate) * scoring.scale).astype(precision.compute)
     k, v = k.astype(precision.compute), v.astype(precision.compute)
     of_keys = segments if part is None else part.segments

@@ -1,4 +1,4 @@
-"""Attention scores: what a query makes of its products with the keys that it may see."""
+"""Attention scores, computed from the products of queries and keys."""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,15 @@ from jaxrl.core.precision import DType
 
 @struct.dataclass
 class Scoring:
-    """A layer's scores.
+    """A layer's scores."""
 
-    Attributes:
-      window: number of tokens that a token attends to, including itself; None for all.
-      scale: factor of the products of queries and keys.
-      cap: bound of the scores' magnitude, a soft cap (arXiv:2408.00118); None for none.
-      sinks: [H], for each head a score of no key: it takes a share of the softmax and has no value
-        (arXiv:2309.17453, 2508.10925); None for none.
-    """
-
+    # Number of tokens that a token attends to, including itself; None for all.
     window: int | None = struct.field(pytree_node=False)
-    scale: float = struct.field(pytree_node=False)
+    scale: float = struct.field(pytree_node=False)  # factor of the products
+    # Soft cap of the scores' magnitude (arXiv:2408.00118).
     cap: float | None = struct.field(pytree_node=False, default=None)
+    # [H], a score per head that belongs to no key: it takes a share of the softmax and has no value
+    # (arXiv:2309.17453, 2508.10925).
     sinks: jax.Array | None = None
 
     def scores(self, products: jax.Array) -> jax.Array:
@@ -29,28 +25,28 @@ class Scoring:
         return soft_cap(products * self.scale, self.cap)
 
     def sink_scores(self, *, kv_heads: int, ndim: int, dtype: DType) -> jax.Array | None:
-        """Returns the sinks as a column beside scores [B, K, H / K, ...] of so many dimensions:
+        """Returns the sinks as a column beside scores [B, K, H / K, ...] of `ndim` dimensions:
         [1, K, H / K, 1, ...]."""
         if self.sinks is None:
             return None
         return self.sinks.astype(dtype).reshape(1, kv_heads, -1, *(1,) * (ndim - 3))
 
     def slopes(self, scores: jax.Array) -> jax.Array | float:
-        """Returns the derivatives of scores by their products. They are finite where a score is
-        masked, since its gradient is 0."""
+        """Returns the derivatives of scores by their products. They stay finite where a score is
+        masked, because they multiply a gradient of 0 there."""
         return self.scale * soft_cap_slope(scores, self.cap)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Computes cap * tanh(x / cap), or x for None; any shape.
 
-    The maximum changes nothing. Without it XLA would merge the last product with one that follows,
-    where its factor is known: in the learner, but not in the sampler.
+    The maximum changes nothing. Without it, XLA would merge the last product with a later one if
+    the factor is known at compile time: in the learner, but not in the sampler.
     """
     return x if cap is None else jnp.maximum(cap * jnp.tanh(x * (1 / cap)), -cap)
 
 
 def soft_cap_slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
-    """Returns the derivative of `soft_cap` from its result. Below -cap, where only the numbers of
-    masked entries are, it is 0."""
+    """Returns the derivative of `soft_cap` from its result. It is 0 below -cap, where only masked
+    entries are."""
     return 1.0 if cap is None else 1 - jnp.square(jnp.maximum(capped, -cap) * (1 / cap))

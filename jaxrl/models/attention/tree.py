@@ -49,18 +49,18 @@ def tree_attention(
     scoring: Scoring,
     precision: Precision,
 ) -> jax.Array:
-    """Computes `attention.attention` in which token j of a row sees token i if
+    """Computes `blocks.attention` in which token j of a row sees token i if
     i <= j < tree.seen_until[i]. A window counts tokens of the sequence.
 
-    `tree` is that of the keys [B, S]; a token always sees itself: padding, too. `queries` are their
-    positions i32[B, T] and the index i32[] of the first one in the row.
+    `tree` is the tree of the keys [B, S]. Every token sees itself, padding included. `queries` are
+    their positions i32[B, T] and the index i32[] of the first one in the row.
     """
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
     sinks = scoring.sink_scores(kv_heads=k.shape[2], ndim=5, dtype=precision.accumulate)
     k, v = (pad(x.transpose(0, 2, 1, 3), BLOCK, axis=2) for x in (k, v))
     positions, first = pad(queries[0], BLOCK, axis=1), queries[1]
-    # Nothing sees a padded key: whatever a padded query sees is cut off.
+    # Nothing sees a padded key, and the results of padded queries are cut off.
     tree = Tree(*(pad(x, BLOCK, axis=1) for x in tree))
     blocks = _visible_blocks(tree.seen_until, first, queries=positions.shape[1] // BLOCK)
     mask = _Mask(tree, positions, first, dataclasses.replace(scoring, sinks=None), *blocks)
@@ -77,7 +77,7 @@ def pad(x: jax.Array, unit: int, *, axis: int) -> jax.Array:
 def _visible_blocks(
     until: jax.Array, first: jax.Array, *, queries: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Lists the blocks of keys that some query of each block sees in some row, and their number."""
+    """Lists the blocks of keys that each block of queries sees in any row, and their number."""
     # One list serves all rows of the batch, because the loop over it has one length.
     ends = jnp.max(until.reshape(len(until), -1, BLOCK), axis=(0, 2))
     keys = jnp.arange(len(ends), dtype=jnp.int32) * BLOCK
@@ -94,7 +94,7 @@ def sink_gradient(
 ) -> jax.Array | None:
     """Computes the gradient of `Scoring.sink_scores`, in `accumulate`.
 
-    A sink's share of the softmax multiplies no value: its derivative is the negative share times
+    A sink's share of the softmax multiplies no value, so its derivative is the negative share times
     the mean of the values' derivatives.
 
     Args:
@@ -209,7 +209,7 @@ def _joined(blocks: jax.Array) -> jax.Array:
 
 
 def flat(x: jax.Array) -> jax.Array:
-    """[B, K, G, T, N] -> [B, K, G * T, N]: one row for each query of a key's group."""
+    """Joins the queries of a key's group: [B, K, G, T, N] -> [B, K, G * T, N]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 

@@ -17,11 +17,8 @@ def in_segments(
 ) -> jax.Array:
     """Computes which keys the queries see in rows of segments: bool[B, T, S].
 
-    Args:
-      segments: i32[B, T], of the queries.
-      of_keys: i32[B, S].
-      distance: i32[T, S], index of the query in the row less that of the key.
-      window: see `Scoring`.
+    The queries have the segments i32[B, T] and the keys `of_keys` i32[B, S]. `distance` i32[T, S]
+    is the index of the query in the row minus the index of the key.
     """
     near = distance >= 0
     if window is not None:
@@ -34,17 +31,13 @@ def in_tree(
 ) -> jax.Array:
     """Computes which keys the queries see in rows that share prefixes: bool[B, T, S].
 
-    Args:
-      tree: the tree of the keys, [B, S].
-      keys: i32[S], indices in the row.
-      positions: i32[B, T], of the queries.
-      queries: i32[T], indices in the row.
-      window: see `Scoring`.
+    `tree` [B, S] belongs to the keys, `positions` i32[B, T] to the queries. `keys` i32[S] and
+    `queries` i32[T] are indices in the row.
     """
     seen = (keys[None, None] <= queries[None, :, None]) & (
         queries[None, :, None] < tree.seen_until[:, None]
     )
     if window is None:
         return seen
-    # The index counts the tokens of all branches in between, a window those of the own sequence.
+    # Indices also count tokens of other branches; a window counts the sequence's own tokens.
     return seen & (positions[:, :, None] - tree.positions[:, None] < window)
