@@ -32,11 +32,8 @@ Put = Callable[[str, np.ndarray], Any]
 
 
 class Checkpoint:
-    """A model in a directory of the Hugging Face format. Nothing is read before it is asked for,
-    and config.json and the tokenizer are read once.
-
-    The states that a run saves to resume from are `jaxrl.learner.Checkpoints`.
-    """
+    """A model in a directory of the Hugging Face format. Everything is read on demand, config.json
+    and the tokenizer only once. The saved states of a run are `jaxrl.learner.Checkpoints`."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -76,7 +73,7 @@ class Checkpoint:
 
     @property
     def block(self) -> Block | None:
-        """Rows and columns of a weight that share a factor in FP8; None in other formats. Raises as
+        """Rows and columns of the blocks of FP8 weights; None in other formats. Raises as
         `read_block`."""
         with named(self.directory / "config.json"):
             return read_block(self.content)
@@ -88,7 +85,7 @@ class Checkpoint:
         put: Put = lambda path, array: jnp.asarray(array),
         scored: bool = False,
     ) -> Params:
-        """Reads the parameters, one at a time; the arguments and errors are those of `load`."""
+        """Reads the parameters one by one, with the arguments and errors of `load`."""
         config = self.config
         named_as_read = dataclasses.replace(config, scored=True) if scored else config
         values: dict[str, Any] = {}
@@ -116,8 +113,7 @@ def load(
       dtype: dtype to cast parameters to; None keeps the files' dtype.
       put: places each parameter, for example on the devices of a mesh.
       scored: true for a reward model, a `transformers.AutoModelForSequenceClassification` with one
-        label. A language model becomes one: its head is replaced by zeros, so the score of every
-        text is 0.
+        label. The head of a language model is replaced by zeros, so that every text scores 0.
 
     Raises:
       FileNotFoundError: if a file is missing.

@@ -1,7 +1,7 @@
 """Files of a checkpoint directory: JSON objects and safetensors.
 
-Checkpoints come from strangers. A file that is damaged, of the wrong type, a Git LFS pointer or a
-pickle is a ValueError that names it.
+Checkpoints come from strangers. Damaged files, files of the wrong type, Git LFS pointers and
+pickles raise a ValueError that names the file.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "consolidated*.pth", "*.c
 
 
 class Table(pydantic.BaseModel):
-    """A JSON object: types and bounds of the keys that are read. Other keys are ignored."""
+    """A JSON object: types and bounds of the keys that jaxrl reads. Other keys are ignored."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -39,7 +39,7 @@ class _Index(Table):
     weight_map: dict[str, str]
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Returns the `repr` of a value from a file, shortened."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 80
@@ -50,7 +50,7 @@ def validated(schema: type[T], raw: Mapping[str, Any]) -> T:
     """Reads a JSON object by its schema.
 
     Raises:
-      ValueError: for a missing key or a value of another type or out of bounds; the message names
+      ValueError: for a missing key or a value of the wrong type or out of bounds; the message names
         the key.
     """
     try:
@@ -61,7 +61,7 @@ def validated(schema: type[T], raw: Mapping[str, Any]) -> T:
         if first["type"] == "missing":
             raise ValueError(f"{key} is missing") from None
         problem = first["msg"].replace("Input should be", "expected", 1)
-        raise ValueError(f"{key}={shown(first['input'])}: {problem}") from None
+        raise ValueError(f"{key}={excerpt(first['input'])}: {problem}") from None
 
 
 @contextlib.contextmanager
@@ -91,14 +91,14 @@ def check_file(path: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file that holds a JSON object; raises as `check_file`, and for other content."""
+    """Reads a JSON object from a file; raises as `check_file`, and for other content."""
     check_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {shown(content)}; expected an object with keys")
+        raise ValueError(f"{path} holds {excerpt(content)}; expected an object with keys")
     return content
 
 
@@ -108,16 +108,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class Tensor(Protocol):
-    """A tensor of a checkpoint, which is read on demand."""
+    """A tensor of a checkpoint, read on demand."""
 
     @property
     def path(self) -> Path:
-        """The file that holds it."""
+        """The tensor's file."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor as it is read."""
+        """Bytes of the array that `read` returns."""
         ...
 
     def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -126,7 +126,7 @@ class Tensor(Protocol):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an open safetensors file, which is read on demand."""
+    """A tensor of an open safetensors file, read on demand."""
 
     path: Path
     name: str
@@ -139,7 +139,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The tensor's dtype by the format's name, such as "BF16"."""
+        """Safetensors' name of the dtype, such as "BF16"."""
         return self.file.get_slice(self.name).get_dtype()
 
     @property
@@ -177,8 +177,8 @@ class StoredTensor(NamedTuple):
 
 
 def byte_starts(path: Path) -> dict[str, int]:
-    """Returns where the tensors of a readable safetensors file begin, in bytes by name. numpy has
-    no type for some, so that they are read by their place."""
+    """Returns the offset of each tensor in a readable safetensors file, in bytes. Tensors of a type
+    that numpy lacks are read from there."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -191,7 +191,7 @@ def open_tensors(paths: Iterable[Path], stack: contextlib.ExitStack) -> dict[str
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if a file is unreadable, or two hold a tensor of the same name.
+      ValueError: if a file is unreadable, or two files hold a tensor of the same name.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
@@ -253,18 +253,14 @@ def refuse_pickles(directory: Path) -> None:
 def read_parameter(
     one: ParamSpec, tensors: Mapping[str, Tensor], *, dtype: DType | None
 ) -> np.ndarray:
-    """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files'.
-
-    Raises:
-      ValueError: as `Tensor.read`.
-    """
+    """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files'. Raises
+    as `Tensor.read`."""
     names = one.hf_names()
     out: np.ndarray | None = None
     for i, name in enumerate(names):
         part = tensors[name].read(shape=one.tensor_shape)
         if out is None:
-            shape = (len(names), *one.shape[one.stacked :])
-            out = np.empty(shape, dtype or part.dtype)
+            out = np.empty((len(names), *one.shape[one.stacked :]), dtype or part.dtype)
         try:
             with np.errstate(over="raise"):
                 out[i] = one.swap(part)

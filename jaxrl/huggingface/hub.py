@@ -13,7 +13,7 @@ CONFIGS = ("*.json",)
 
 
 def is_name(path: str) -> bool:
-    """Tells if a text has the form of a model's name on the hub."""
+    """Returns True for a text in the form of a model's name on the hub."""
     return _NAME.fullmatch(path) is not None
 
 
@@ -21,7 +21,7 @@ def local_directory(path: str, *, files: Sequence[str] = FILES) -> str:
     """Returns the directory of a model: `path` itself, or the snapshot of a model on the hub.
 
     Missing files are downloaded into the hub's cache (`HF_HOME`). If the hub cannot be reached, the
-    snapshot in the cache is used. The last part of its path is the commit.
+    cached snapshot is used. The last part of a snapshot's path is the commit.
 
     Args:
       path: a directory, or `ORGANISATION/NAME` or `ORGANISATION/NAME@REVISION` on the hub. Any
@@ -29,8 +29,8 @@ def local_directory(path: str, *, files: Sequence[str] = FILES) -> str:
       files: patterns of the files to download.
 
     Raises:
-      ValueError: if there is neither a directory nor a model on the hub of this name, or it cannot
-        be downloaded and is not in the cache.
+      ValueError: if neither a directory nor a model on the hub has this name, or the model is not
+        in the cache and its download fails.
     """
     named = _NAME.fullmatch(path)
     if Path(path).exists() or named is None:

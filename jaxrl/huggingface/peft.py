@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
 from jaxrl.huggingface.files import (
+    excerpt,
     open_tensors,
     read_object,
     read_parameter,
     refuse_pickles,
-    shown,
     write_json,
 )
 from jaxrl.models import spec
@@ -23,7 +23,7 @@ from jaxrl.models.spec import Params
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
-# The only supported values of these keys; a key may also be absent.
+# Keys with their only supported values; a key may also be absent.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -43,7 +43,7 @@ def save_adapter(
     Args:
       directory: created if it does not exist.
       adapters: on any devices.
-      specs: of the adapters and the model.
+      specs: specs of the adapters and the model.
       base: directory or hub id of the base model.
       dtype: dtype to cast tensors to.
     """
@@ -81,8 +81,8 @@ def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Para
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if a file is unreadable, or their rank, alpha, kind or tensors differ; the message
-        names the file.
+      ValueError: if a file is unreadable, or rank, alpha, kind or tensors differ from the specs;
+        the message names the file.
     """
     path, stored = (Path(directory) / name for name in (_CONFIG, _TENSORS))
     config = read_object(path)
@@ -90,22 +90,21 @@ def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Para
     for ours, (key, value) in wanted.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{path}: {key} is {shown(config.get(key))} but {ours} is {value!r}; set {ours} to "
-                "the value that the adapters were trained with"
+                f"{path}: {key} is {excerpt(config.get(key))} but {ours} is {value!r}; set {ours} "
+                "to the value that the adapters were trained with"
             )
     for key, value in _PLAIN.items():
         if config.get(key) not in (value, None):
             raise ValueError(
-                f"{path}: {key} is {shown(config[key])}, which is not supported; expected {value!r}"
+                f"{path}: {key}={excerpt(config[key])} is not supported; expected {value!r}"
             )
     whole, saved = _whole_modules(specs), config.get("modules_to_save")
     named = saved if isinstance(saved, list) else [] if saved is None else [saved]
-    # PEFT adds both names of a head by itself; a model has one of them.
+    # PEFT lists both names of a head; a model has one of them.
     known = [*whole, "classifier"] if whole else []
     if not all(name in named for name in whole) or not all(name in known for name in named):
         raise ValueError(
-            f"{path}: modules_to_save is {shown(saved)}, which is not supported; expected "
-            f"{whole or None!r}"
+            f"{path}: modules_to_save={excerpt(saved)} is not supported; expected {whole or None!r}"
         )
     if not stored.exists():
         refuse_pickles(stored.parent)
@@ -115,7 +114,7 @@ def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Para
         tensors = open_tensors([stored], stack)
         if odd := sorted(names ^ tensors.keys()):
             raise ValueError(
-                f"{stored}: its tensors are not those of lora.targets: {', '.join(odd[:5])}"
+                f"{stored}: the tensors do not match lora.targets: {', '.join(odd[:5])}"
             )
         values = {path: read_parameter(one, tensors, dtype=dtype) for path, one in flat.items()}
     for path, value in values.items():

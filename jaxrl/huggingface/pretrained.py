@@ -15,7 +15,7 @@ class Pretrained(NamedTuple):
 
     Attributes:
       model: pure functions from tokens to hidden states and logits.
-      params: its parameters, in `precision.params`.
+      params: the model's parameters, in `precision.params`.
       tokenizer: a `transformers.PreTrainedTokenizerBase`.
       stop: token sequences that end a completion, for `SamplingParams`.
     """
@@ -32,7 +32,7 @@ def load(directory: str | Path, *, precision: Precision | str = "fp32") -> Pretr
     Args:
       directory: holds config.json, model.safetensors (or shards) and the tokenizer's files; or a
         name on the hub, see `hub.local_directory`.
-      precision: the dtype policy, or its text; parameters are cast to `precision.params`.
+      precision: the dtype policy or its text; parameters are cast to `precision.params`.
 
     Raises:
       FileNotFoundError: if a file is missing.

@@ -36,19 +36,19 @@ def save(
     model it is `AutoModelForSequenceClassification` instead.
 
     Args:
-      directory: created if it does not exist; weights of an earlier save are replaced.
-      params: the decoder's parameters, on any devices; fetched one at a time.
+      directory: created if it does not exist; earlier weights in it are replaced.
+      params: the decoder's parameters, on any devices; fetched one by one.
       config: the decoder's.
       dtype: dtype to cast tensors to.
-      source: checkpoint to copy tokenizer and generation files from, and the tensors that training
-        does not use (`unused.unused_tensors`), those as they are there.
+      source: checkpoint whose tokenizer, generation files and unused tensors
+        (`unused.unused_tensors`) are copied.
       max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
         an index.
 
     Raises:
-      ValueError: if `params` are not those of `config`; the message names the parameter. Also if
-        the model is wrapped, and `source` does not have it; or if that lies in `directory`, and
-        has tensors to keep.
+      ValueError: if `params` do not fit `config`; the message names the parameter. Also if the
+        model is wrapped and `source` does not have it, or if `source` has unused tensors and is in
+        `directory` itself.
     """
     save_tensors(
         directory,
@@ -71,8 +71,8 @@ def save_tensors(
 ) -> None:
     """Writes a checkpoint as `save`, from a stream of (Hugging Face name, tensor).
 
-    Tensors are in `dtype` and in the order of the decoder's specs. Their shapes are those of
-    Hugging Face, one tensor per layer or expert.
+    Tensors are in `dtype`, in the order of the decoder's specs and in Hugging Face's shapes, one
+    per layer or expert.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def save_tensors(
     with unused_tensors(source, config) as unused:
         if unused and source is not None and directory.samefile(source.directory):
             raise ValueError(
-                f"{directory} holds tensors that are to be kept ({next(iter(unused))!r}); write to "
+                f"{directory} holds tensors that must be kept ({next(iter(unused))!r}); write to "
                 "another directory"
             )
         content = with_unused(content, source, config, unused=unused)
@@ -113,8 +113,8 @@ def _write_shards(
     *,
     max_bytes: int,
 ) -> set[str]:
-    """Writes tensors in the order of `sizes`, and an index of several files; returns the names of
-    the files."""
+    """Writes tensors in the order of `sizes`, and the index of several files; returns the files'
+    names."""
     shards = _plan_shards(sizes, max_bytes=max_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):

@@ -5,34 +5,48 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.huggingface.config.keys import token_ids
-from jaxrl.huggingface.files import check_file, named, read_object, shown
+from jaxrl.huggingface.files import check_file, excerpt, named, read_object
 from jaxrl.models.families import DecoderConfig
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 
 
 def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
     """Loads the tokenizer of a checkpoint directory, a `transformers.PreTrainedTokenizerBase`. Read
-    config.json before: transformers reads it, too, with worse errors.
+    config.json first: transformers reads it, too, with worse errors.
 
     Raises:
-      ValueError: for a tokenizer that transformers cannot load or that has tokens outside of the
-        model's vocabulary; the message names the file or directory.
+      ValueError: if transformers cannot load the tokenizer, or tokens lie outside of the model's
+        vocabulary; the message names the file or directory.
     """
     for path in (directory / name for name in _TOKENIZER_FILES):
         if path.exists():
             check_file(path)
             if path.name in _OBJECTS:
                 read_object(path)
-    from transformers import AutoTokenizer  # seconds to import; only text needs it
+    from transformers import AutoTokenizer  # takes seconds to import, and only text needs it
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         vocabulary = tokenizer.get_vocab()
-        # A character that no text has, and every token: some settings fail only in use.
+        # Some settings fail only in use: encodes a character that no text has, decodes all tokens.
         tokenizer.encode("a \ue000", add_special_tokens=False)
         tokenizer.decode(list(vocabulary.values()))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # whatever its many readers raise; a panic is no Exception
+    except BaseException as error:  # its readers raise anything; a panic is not an Exception
         raise ValueError(
             f"{_unreadable(directory)}: transformers cannot load the tokenizer: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -42,21 +56,22 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
         "".join(template.values() if isinstance(template, dict) else [template]).encode()
     except (TypeError, UnicodeEncodeError):
         raise ValueError(
-            f"{directory}: chat_template={shown(template)} is not a text; see tokenizer_config.json"
+            f"{directory}: chat_template={excerpt(template)} is not a valid text; see "
+            "tokenizer_config.json"
         ) from None
     if len(vocabulary) == len(tokenizer.get_added_vocab()):
         raise ValueError(f"{directory} has no tokenizer: no file holds a vocabulary")
     last = max(vocabulary, key=vocabulary.__getitem__)
     if vocabulary[last] >= vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer's token {shown(last)} has the id {vocabulary[last]}, but "
+            f"{directory}: the tokenizer's token {excerpt(last)} has the id {vocabulary[last]} but "
             f"vocab_size={vocab_size} in config.json; remove the token or resize the embeddings"
         )
     return tokenizer
 
 
 def _unreadable(directory: Path) -> str:
-    """Names the file that keeps transformers from loading a tokenizer, as far as it is known."""
+    """Names the file that keeps transformers from loading a tokenizer, or the candidates."""
     from tokenizers import Tokenizer
     from transformers import AutoConfig
 
@@ -75,8 +90,8 @@ def _unreadable(directory: Path) -> str:
 
 
 def read_end_ids(directory: Path, config: DecoderConfig) -> tuple[int, ...]:
-    """Returns the token ids that end a completion by config.json and generation_config.json. Chat
-    models often list theirs only in the latter.
+    """Reads the token ids that end a completion from config.json and generation_config.json. Chat
+    models often list them only in the latter.
 
     Raises:
       ValueError: if they are not ids of the vocabulary; the message names the file.
@@ -90,27 +105,9 @@ def read_end_ids(directory: Path, config: DecoderConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*config.eos_ids, *more)))
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-
-
-_OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
-
-
 def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
     """Copies tokenizer and generation files from one checkpoint to another, if they exist."""
     for name in _TOKENIZER_FILES:
-        source = Path(source_dir) / name
-        target = Path(directory) / name
+        source, target = Path(source_dir) / name, Path(directory) / name
         if source.is_file() and not (target.exists() and target.samefile(source)):
             shutil.copyfile(source, target)

@@ -11,17 +11,17 @@ from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
 
-# Of config.json: layers for multi-token prediction.
+# Keys of config.json about layers for multi-token prediction.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 
 @contextlib.contextmanager
 def unused_tensors(source: Checkpoint | None, config: DecoderConfig) -> Iterator[dict[str, Tensor]]:
-    """Opens the tensors that the decoder does not compute with: layers for multi-token prediction,
-    and those that read images.
+    """Opens the tensors that the decoder does not use: layers for multi-token prediction, and the
+    part that reads images.
 
-    There are none without a checkpoint, in one without weights or with another config.json, and in
-    a reward model.
+    Yields none for a reward model, without a checkpoint, or if the checkpoint has no weights or
+    another config.json.
     """
     if source is None or config.scored or not _has_model(source, config):
         yield {}
@@ -40,7 +40,7 @@ def with_unused(
     *,
     unused: Collection[str],
 ) -> dict[str, Any]:
-    """Adds what the config.json of a checkpoint says of `unused_tensors` to the content of another.
+    """Adds a checkpoint's keys about `unused_tensors` to the content of another config.json.
 
     Raises:
       ValueError: if the model is wrapped and the checkpoint does not have it.
@@ -50,7 +50,7 @@ def with_unused(
         if wrapped:
             raise ValueError(
                 f"{source and source.directory} does not have the {config.model_type} model of "
-                "images and text that is to be written; name the directory that it was read from"
+                "images and text that is being written; name the directory it was read from"
             )
         return content
     raw = source.content

@@ -135,7 +135,7 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     _, info = transformers.AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
     assert not info["missing_keys"]
     assert set(info["unexpected_keys"]) <= {name}
-    with pytest.raises(ValueError, match=f"holds tensors that are to be kept .'{name}'."):
+    with pytest.raises(ValueError, match=f"holds tensors that must be kept .'{name}'."):
         huggingface.save(before, params, config, source=huggingface.Checkpoint(before), **settings)
     # Without their file, from another model, and in a reward model there are none.
     other = dataclasses.replace(config, bos_id=5)
@@ -334,8 +334,8 @@ def test_unrepresentable_values_are_named(broken):
         ("tokenizer_config.json", "7", r"tokenizer_config\.json holds 7"),
         ("tokenizer_config.json", '{"eos_token": 5}', r"tokenizer_config\.json.*: transformers"),
         ("tokenizer_config.json", '{"eos_token": "new"}', "token .* has the id 6., but vocab_size"),
-        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template=5 is not a text"),
-        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "is not a text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template=5 is not a valid text"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "is not a valid text"),
         ("special_tokens_map.json", "null", r"special_tokens_map\.json holds None"),
         ("special_tokens_map.json", '{"pad_token": 5}', r"special_tokens_map\.json.*transformers"),
         ("model.safetensors.index.json", "{}", r"index\.json: weight_map is missing"),

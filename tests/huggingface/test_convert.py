@@ -232,7 +232,7 @@ def test_qwen_windows():
         (raw("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1"),
         (raw("glm4_moe", n_group=3), "n_group=3 and topk_group=1: .* n_routed_experts=128"),
         (raw("glm4_moe", num_experts_per_tok=65, n_group=2), "=65 is more than the 64 experts"),
-        (raw("glm4_moe", first_k_dense_replace=3), "first_k_dense_replace=3 leaves none"),
+        (raw("glm4_moe", first_k_dense_replace=3), "first_k_dense_replace=3 must be less than"),
         (raw("glm4_moe", partial_rotary_factor=0.1), "partial_rotary_factor=0.1: expected a share"),
         (
             raw(
@@ -249,7 +249,7 @@ def test_qwen_windows():
             raw("qwen3_next", layer_types=[SLIDING] * 3),
             "layer_types=.*expected 3 entries, each 'fu",
         ),
-        (raw("qwen3_next"), "qwen3_next without layers of 'full_attention' and of 'linear_att"),
+        (raw("qwen3_next"), "qwen3_next needs layers of both 'full_attention' and 'linear_att"),
         (raw("qwen3_next", **DELTA | {"linear_num_value_heads": 3}), "linear_num_value_heads=3"),
         (raw("qwen3_next", **DELTA | {"linear_conv_kernel_dim": 1}), "linear_conv_kernel_dim=1"),
         (raw("qwen3_next", **DELTA | {"linear_key_head_dim": None}), "head_dim is missing"),
@@ -261,7 +261,7 @@ def test_qwen_windows():
             "mrope_section is not",
         ),
         (raw("qwen3_5_moe_text", **DELTA, norm_topk_prob=False), "norm_topk_prob=False"),
-        (raw("qwen3_moe"), "num_experts, num_experts_per_tok is missing"),
+        (raw("qwen3_moe"), "num_experts, num_experts_per_tok, moe_intermediate_size is missing"),
         (raw("qwen3_moe", **EXPERTS, num_local_experts=7), "num_experts=6 and num_local_experts=7"),
         (raw("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 7}), "more than the 6 experts"),
     ],

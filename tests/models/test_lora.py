@@ -129,9 +129,9 @@ def test_adapter_files_follow_peft(tmp_path):
 
     refused("lora_alpha is 6 but lora.alpha is 5.0; set lora.alpha", alpha=5.0)
     refused("r is 3 but lora.rank is 4", rank=4)
-    refused(r"not those of lora\.targets: .*down_proj", targets=["q_proj"])
+    refused(r"do not match lora\.targets: .*down_proj", targets=["q_proj"])
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"use_dora": True}))
-    refused("use_dora is True, which is not supported")
+    refused("use_dora=True is not supported")
 
 
 def test_damaged_adapters_are_named(tmp_path):
@@ -208,5 +208,5 @@ def test_reward_head_is_a_peft_saved_module(tmp_path):
     theirs.save_pretrained(str(tmp_path / "theirs"))
     again = peft.load_adapter(tmp_path / "theirs", SCORED, dtype=FP32.params)
     jax.tree.map(np.testing.assert_array_equal, again, some.adapters)
-    with pytest.raises(ValueError, match=r"modules_to_save is \['score'\].* expected None"):
+    with pytest.raises(ValueError, match=r"modules_to_save=\['score'\].* expected None"):
         peft.load_adapter(tmp_path / "ours", SPECS, dtype=FP32.params)

@@ -10,7 +10,7 @@ _LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families with li
 _ROUTED = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "gpt_oss")
 _CORRECTED = ("glm4_moe", "deepseek_v3")  # their routers have a correction bias
 
-# Keys by the fields that they are for.
+# Field -> key.
 _CORRECTED_KEYS = {
     "count": "n_routed_experts",
     "per_token": "num_experts_per_tok",
@@ -43,23 +43,18 @@ def read_experts(c: ConfigJson) -> Experts | None:
         return None
     # All feed-forward networks of these families are experts.
     mixtral, gpt_oss = c.model_type in ("mixtral", "gpt_oss"), c.model_type == "gpt_oss"
-    size = c.intermediate_size if mixtral else c.moe_intermediate_size
-    count, per_token = c.num_experts, c.num_experts_per_tok
-    if None not in (count, c.num_local_experts) and count != c.num_local_experts:
-        raise ValueError(
-            f"num_experts={count} and num_local_experts={c.num_local_experts} contradict each other"
-        )
-    count = count or c.num_local_experts
-    if count is None or per_token is None or size is None:
-        needed = {"num_experts": count, "num_experts_per_tok": per_token}
-        missing = [key for key, value in needed.items() if value is None]
-        raise ValueError(f"{', '.join(missing) or 'moe_intermediate_size'} is missing")
+    count, local = c.num_experts, c.num_local_experts
+    if None not in (count, local) and count != local:
+        raise ValueError(f"num_experts={count} and num_local_experts={local} contradict each other")
+    size = "intermediate_size" if mixtral else "moe_intermediate_size"
+    c = c.model_copy(update={"num_experts": count or local})
+    count, per_token, units = required(c, "num_experts", "num_experts_per_tok", size)
     if per_token > count:
         raise ValueError(f"num_experts_per_tok={per_token} is more than the {count} experts")
     return Experts(
         count=count,
         per_token=per_token,
-        intermediate_size=size,
+        intermediate_size=units,
         renormalise=mixtral or c.norm_topk_prob,
         gated_shared=(c.shared_expert_intermediate_size or 0) if c.model_type in _LINEAR else 0,
         biases=gpt_oss,
@@ -77,7 +72,7 @@ def write_experts(config: DecoderConfig) -> dict[str, Any]:
         return {
             **{key: getattr(experts, field) for field, key in _CORRECTED_KEYS.items()},
             "num_nextn_predict_layers": 0,  # they are not read
-            # transformers has no other; vLLM reads corrections only where it finds these names.
+            # transformers has no others; vLLM reads corrections only if it finds these names.
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
@@ -103,8 +98,8 @@ def _read_corrected(c: ConfigJson) -> Experts:
     groups, chosen = c.n_group, c.topk_group
     if count % groups or count < 2 * groups or chosen > groups:
         raise ValueError(
-            f"n_group={groups} and topk_group={chosen}: expected groups of at least two of the "
-            f"n_routed_experts={count}, all of one size, and at most {groups} chosen ones"
+            f"n_group={groups} and topk_group={chosen}: expected equal groups with at least two of "
+            f"the n_routed_experts={count} each, and at most {groups} chosen groups"
         )
     if per_token > chosen * count // groups:
         raise ValueError(
@@ -113,8 +108,8 @@ def _read_corrected(c: ConfigJson) -> Experts:
         )
     if c.first_k_dense_replace >= c.num_hidden_layers:
         raise ValueError(
-            f"first_k_dense_replace={c.first_k_dense_replace} leaves none of the "
-            f"num_hidden_layers={c.num_hidden_layers} with experts, which is not supported"
+            f"first_k_dense_replace={c.first_k_dense_replace} must be less than "
+            f"num_hidden_layers={c.num_hidden_layers}: a decoder without experts is not supported"
         )
     return Experts(**fields, scores="sigmoid", corrected=True)
 
@@ -130,13 +125,13 @@ def read_latent(c: ConfigJson) -> tuple[Latent, int]:
     )
     if rope % 2 or c.head_dim not in (rope, None):
         raise ValueError(
-            f"qk_rope_head_dim={rope} and head_dim={c.head_dim}: expected the same even number, or "
-            "no head_dim"
+            f"qk_rope_head_dim={rope} and head_dim={c.head_dim}: expected an even number, the same "
+            "for both, or no head_dim"
         )
     if c.num_key_value_heads not in (c.num_attention_heads, None):
         raise ValueError(
-            f"num_key_value_heads={c.num_key_value_heads} is not supported for {c.model_type}: all "
-            f"of the num_attention_heads={c.num_attention_heads} have keys and values"
+            f"num_key_value_heads={c.num_key_value_heads} is not supported for {c.model_type}; "
+            f"expected num_attention_heads={c.num_attention_heads}"
         )
     latent = Latent(
         q_rank=c.q_lora_rank,
@@ -165,8 +160,7 @@ def read_linear(c: ConfigJson) -> Linear | None:
     """Returns `DecoderConfig.linear`.
 
     Raises:
-      ValueError: for missing sizes, heads that do not fit each other, or layers that are not
-        supported.
+      ValueError: for missing sizes, numbers of heads that do not divide, or unsupported layers.
     """
     if c.model_type not in _LINEAR:
         return None
@@ -189,8 +183,8 @@ def _read_period(c: ConfigJson) -> tuple[bool, ...]:
         linear = layers_of(c, LINEAR, c.layer_types)
     if set(linear) != {True, False}:
         raise ValueError(
-            f"{c.model_type} without layers of {FULL!r} and of {LINEAR!r} is not supported: see "
-            f"layer_types, or full_attention_interval={every} and num_hidden_layers={layers}"
+            f"{c.model_type} needs layers of both {FULL!r} and {LINEAR!r}: see layer_types, or "
+            f"full_attention_interval={every} and num_hidden_layers={layers}"
         )
     sizes = (n for n in range(1, layers + 1) if layers % n == 0)
     size = next(n for n in sizes if linear == linear[:n] * (layers // n))

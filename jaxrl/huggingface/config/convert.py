@@ -1,8 +1,8 @@
 """Conversion between a Hugging Face config.json and a `DecoderConfig`.
 
 Two formats are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which most
-checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). A setting that the decoder does
-not support is an error that names it; none is ignored.
+checkpoints have, and transformers 5 (`rope_parameters`, `dtype`). Unsupported settings are never
+ignored: the error names them.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from jaxrl.huggingface.config.keys import ConfigJson, token_ids
 from jaxrl.huggingface.config.quantization import quant_method, read_block
 from jaxrl.huggingface.config.rope import read_ropes, write_ropes
 from jaxrl.huggingface.config.windows import read_windows, write_windows
-from jaxrl.huggingface.files import shown, validated
+from jaxrl.huggingface.files import excerpt, validated
 from jaxrl.models.families import FAMILIES, DecoderConfig, Family
 
-# Keys of all families that change the function, with the only values that are supported.
+# Keys of all families that change the function, with the values that are supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -42,15 +42,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
 }
 
-# Architectures of models of images and text by type; that of their language model ends in "_text".
+# Type of a model of images and text -> architecture. Its language model's type ends in "_text".
 _WRAPPERS = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-# Keys around `text_config` that are the language model's.
+# Keys around `text_config` that belong to the language model.
 _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
-# Keys that config.json has for fields of `DecoderConfig` in all families, by the fields.
+# Field of `DecoderConfig` -> key, in all families.
 _KEYS = {
     "model_type": "model_type",
     "vocab_size": "vocab_size",
@@ -65,8 +65,9 @@ _KEYS = {
     "bos_id": "bos_token_id",
     "pad_id": "pad_token_id",
 }
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _GEMMA = ("gemma2", "gemma3_text")
-_GEMMA_KEYS = {  # that only they have
+_GEMMA_KEYS = {
     "query_scalar": "query_pre_attn_scalar",
     "score_cap": "attn_logit_softcapping",
     "logit_cap": "final_logit_softcapping",
@@ -85,7 +86,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
         return dataclasses.replace(from_hf_config(_unwrap(raw)), wrapped=True)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"model_type={shown(model_type)} is not supported; supported are "
+            f"model_type={excerpt(model_type)} is not supported; supported are "
             f"{', '.join((*FAMILIES, *_WRAPPERS))}"
         )
     family = FAMILIES[model_type]
@@ -94,7 +95,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> DecoderConfig:
     for key, values in (_ONLY | dict(family.only)).items():
         if values and raw.get(key, values[0]) not in values:
             raise ValueError(
-                f"{model_type} with {key}={shown(raw[key])} is not supported; only {values[0]!r} is"
+                f"{model_type} with {key}={excerpt(raw[key])} is not supported; "
+                f"only {values[0]!r} is"
             )
     c = validated(ConfigJson, {**family.defaults, **raw})
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads
@@ -162,9 +164,6 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
     return _wrap(content) if config.wrapped else content | label
 
 
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-
-
 def _read_scored(c: ConfigJson, family: Family) -> bool:
     scored = family.scored_architecture
     if c.architectures and c.architectures not in ([family.architecture], [scored]):
@@ -186,7 +185,7 @@ def _keys(model_type: str) -> dict[str, str]:
 
 
 def _read_glm(c: ConfigJson) -> dict[str, Any]:
-    """Returns fields that only the configs of GLM have."""
+    """Returns fields that only GLM's config.json decides."""
     if c.model_type != "glm4_moe":
         return {}
     return {"qkv_bias": bool(c.attention_bias), "qk_norm": "head" if c.use_qk_norm else None}
@@ -199,31 +198,33 @@ def _write_glm(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _unwrap(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the language model inside of one in `_WRAPPERS`.
+    """Returns the config of the language model inside one of `_WRAPPERS`.
 
     Raises:
-      ValueError: if it has none or one of another family, or contradicts what is around it.
+      ValueError: if there is none, it is of another family, or it contradicts the keys around it.
     """
     outer = raw["model_type"]
     inner, text = f"{outer}_text", raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != inner:
-        raise ValueError(f"text_config={shown(text)}: expected an object with model_type={inner!r}")
+        raise ValueError(
+            f"text_config={excerpt(text)}: expected an object with model_type={inner!r}"
+        )
     if raw.get("architectures") not in (None, [_WRAPPERS[outer]]):
         raise ValueError(
-            f"architectures={shown(raw['architectures'])} with model_type={outer!r} is not "
+            f"architectures={excerpt(raw['architectures'])} with model_type={outer!r} is not "
             f"supported; only [{_WRAPPERS[outer]!r}] is"
         )
     tied = "tie_word_embeddings"
     if raw.get(tied, False) != text.get(tied, False):  # transformers reads one, vLLM the other
         raise ValueError(
-            f"{tied}={shown(raw.get(tied, False))} and {shown(text.get(tied, False))} in "
+            f"{tied}={excerpt(raw.get(tied, False))} and {excerpt(text.get(tied, False))} in "
             "text_config contradict each other"
         )
     return {key: raw[key] for key in _OUTSIDE if key in raw} | text
 
 
 def _wrap(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the config around that of a language model, but for the keys of images."""
+    """Wraps the config of a language model, without the keys about images."""
     outer = text["model_type"].removesuffix("_text")
     own = ("dtype", "torch_dtype", "tie_word_embeddings")
     return {

@@ -10,7 +10,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Reads config.json.
 
     Raises:
-      ValueError: if the directory has none or does not exist, or the file holds no JSON object; the
+      ValueError: if the directory or the file does not exist, or the file holds no JSON object; the
         message names the file.
     """
     if not directory.is_dir():

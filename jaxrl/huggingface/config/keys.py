@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from jaxrl.huggingface.files import Table, shown
+from jaxrl.huggingface.files import Table, excerpt
 
 # In `layer_types`.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -38,13 +38,13 @@ class RopeJson(Table):
     truncate: bool | None = None
     llama_4_scaling_beta: NotNegative | None = None
     max_position_embeddings: Tokens | None = None
-    # Of Gemma 3 and OLMo 3: tables by the layer's attention.
+    # Gemma 3 and OLMo 3 have a table for each kind of attention.
     full_attention: "RopeJson | None" = None
     sliding_attention: "RopeJson | None" = None
 
 
 class ConfigJson(Table):
-    """A config.json of transformers 4 or 5. The defaults are those of transformers."""
+    """A config.json of transformers 4 or 5, with transformers' defaults."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -111,21 +111,21 @@ class ConfigJson(Table):
 
 
 def required(c: ConfigJson, *keys: str) -> list[Any]:
-    """Returns the values of keys; raises ValueError for those that are missing."""
+    """Returns the values of keys; raises ValueError for missing ones."""
     if missing := [key for key in keys if getattr(c, key) is None]:
         raise ValueError(f"{', '.join(missing)} is missing")
     return [getattr(c, key) for key in keys]
 
 
 def layers_of(c: ConfigJson, kind: str, kinds: list[str]) -> list[bool]:
-    """Tells for each layer if it is of a kind: `kinds` are those in `layer_types`.
+    """Returns True for each layer of this kind, from `layer_types`.
 
     Raises:
-      ValueError: for another number of layers, or kinds other than this one and FULL.
+      ValueError: for a wrong number of layers, or kinds other than this one and FULL.
     """
     if set(kinds) - {FULL, kind} or len(kinds) != c.num_hidden_layers:
         raise ValueError(
-            f"layer_types={shown(kinds)}: expected {c.num_hidden_layers} entries, each {FULL!r} "
+            f"layer_types={excerpt(kinds)}: expected {c.num_hidden_layers} entries, each {FULL!r} "
             f"or {kind!r}"
         )
     return [one == kind for one in kinds]
@@ -135,12 +135,12 @@ def token_ids(value: Any, *, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids in a value of `eos_token_id`: one, several or none.
 
     Raises:
-      ValueError: for anything else, or ids outside of the vocabulary.
+      ValueError: for other values, or ids outside of the vocabulary.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(one) is not int or not 0 <= one < vocab_size for one in ids):
         raise ValueError(
-            f"eos_token_id={shown(value)}: expected ids from 0 to {vocab_size - 1}, as "
+            f"eos_token_id={excerpt(value)}: expected ids from 0 to {vocab_size - 1}, as "
             f"vocab_size={vocab_size} in config.json"
         )
     return tuple(ids)

@@ -24,7 +24,7 @@ class _Config(Table):
 
 
 def quant_method(raw: Mapping[str, Any]) -> Any:
-    """Returns the format of quantised weights that the content of a config.json names, or None."""
+    """Returns the format of quantised weights from the content of a config.json, or None."""
     quantization = raw.get("quantization_config")
     return quantization.get("quant_method") if isinstance(quantization, dict) else None
 

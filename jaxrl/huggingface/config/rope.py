@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl.huggingface.config.keys import FULL, SLIDING, ConfigJson, RopeJson
 from jaxrl.huggingface.config.windows import Windows
-from jaxrl.huggingface.files import shown
+from jaxrl.huggingface.files import excerpt
 from jaxrl.models.families import DecoderConfig, Family
 from jaxrl.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
@@ -21,9 +21,9 @@ def _keys(scaling: Any) -> dict[str, str]:
     return {one.name: others.get(one.name, one.name) for one in dataclasses.fields(scaling)}
 
 
-# Keys that may be absent: only YaRN has such.
+# Keys that may be absent, all of YaRN.
 _OPTIONAL = [key for field, key in _keys(YarnScaling).items() if hasattr(YarnScaling, field)]
-# Families that transformers gives other rope types, or none but these.
+# Families that do not have all rope types in transformers.
 _TYPES = {"phi3": ("default",), "ministral3": ("yarn",), "gpt_oss": ("yarn",)}
 Ropes = tuple[Rope | None, ...]
 
@@ -55,8 +55,8 @@ def read_ropes(c: ConfigJson, family: Family, windows: Windows) -> tuple[Rope, R
 
 
 def _tables(c: ConfigJson, family: Family) -> dict[str, RopeJson]:
-    """Returns the tables of the layers' rope; where those with windows have one of their own, of
-    the others'."""
+    """Returns the tables of `DecoderConfig.rope`; layers with windows may have another, see
+    `_read_local`."""
     tables = {"rope_parameters": c.rope_parameters, "rope_scaling": c.rope_scaling}
     if family.local_theta is not None and c.rope_parameters is not None:
         if others := c.rope_parameters.model_fields_set - {FULL, SLIDING}:
@@ -70,11 +70,11 @@ def _tables(c: ConfigJson, family: Family) -> dict[str, RopeJson]:
 
 
 def _read_local(c: ConfigJson, *, theta: float) -> Rope:
-    """Reads the rope of layers with windows, which has no scaling; `theta` is the default."""
+    """Reads the rope of layers with windows, which has no scaling; `theta` is its default."""
     key = f"rope_parameters.{SLIDING}"
     outside = c.rope_local_base_freq if c.model_type == "gemma3_text" else None
     if c.rope_parameters is None:
-        # transformers 5 gives it to layers without windows only, transformers 4 to all.
+        # transformers 5 uses `rope_theta` in layers without windows only, transformers 4 in all.
         given = "rope_theta" in c.model_fields_set
         if c.model_type == "olmo3" and given and c.rope_theta != theta:
             raise ValueError(
@@ -98,13 +98,13 @@ def _read_local(c: ConfigJson, *, theta: float) -> Rope:
 
 
 def _read_used(c: ConfigJson) -> list[bool]:
-    """Tells for each layer of SmolLM3 if it has a rope."""
+    """Returns True for each layer of SmolLM3 that has a rope."""
     layers, listed = c.num_hidden_layers, c.no_rope_layers
     if listed is None:
         return [(i + 1) % c.no_rope_layer_interval != 0 for i in range(layers)]
     if len(listed) != layers or set(listed) - {0, 1}:
         raise ValueError(
-            f"no_rope_layers={shown(listed)}: expected {layers} entries, 1 for a layer with rope "
+            f"no_rope_layers={excerpt(listed)}: expected {layers} entries, 1 for a layer with rope "
             "and 0 for one without"
         )
     return [used == 1 for used in listed]
@@ -122,7 +122,7 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         raise ValueError(f"{key}.partial_rotary_factor={share} is not supported; only 1 is")
     if kind != "default" and kind not in _SCALINGS:
         raise ValueError(
-            f"{key}: rope type {shown(kind)} is not supported; supported are 'default', "
+            f"{key}: rope type {excerpt(kind)} is not supported; supported are 'default', "
             f"{', '.join(map(repr, _SCALINGS))}"
         )
     if kind not in (types := _TYPES.get(c.model_type, (kind,))):
@@ -162,15 +162,15 @@ def _read_share(c: ConfigJson, table: RopeJson | None, family: Family) -> float:
     rotated = (c.head_dim or c.hidden_size // c.num_attention_heads) * found
     if family.partial is not None and (not 0 < found <= 1 or int(rotated) % 2 or rotated < 2):
         raise ValueError(
-            f"partial_rotary_factor={found}: expected a share of the head's dimensions that is an "
-            "even number of them"
+            f"partial_rotary_factor={found}: expected a share that makes an even number of the "
+            "head's dimensions"
         )
     return found
 
 
 def _unknown_keys(c: ConfigJson, table: RopeJson, *, nested: bool) -> list[str]:
     """Lists keys of a table that transformers ignores, or that the family does not have."""
-    # Of images; the three positions of a text's token are equal.
+    # Keys about images do not matter: the three positions of a text's token are equal.
     wrapped = c.model_type.startswith("qwen3_5")
     of_images = ("mrope_section", "mrope_interleaved") if wrapped else ()
     odd = [name for name in table.model_extra or {} if name not in of_images]
@@ -210,7 +210,7 @@ def write_ropes(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def _write_scaling(rope: Rope) -> dict[str, Any]:
-    """Builds the table of a rope without its theta."""
+    """Builds a rope's table, without theta."""
     if rope.scaling is None:
         return {"rope_type": "default"}
     kind = next(kind for kind, make in _SCALINGS.items() if isinstance(rope.scaling, make))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl.huggingface.config.keys import FULL, SLIDING, ConfigJson, layers_of
-from jaxrl.huggingface.files import shown
+from jaxrl.huggingface.files import excerpt
 
 Windows = tuple[int | None, ...]  # see `DecoderConfig.windows`
 
@@ -19,7 +19,7 @@ def read_windows(c: ConfigJson, kind: str) -> Windows:
         if c.layer_types is not None or (kind == "none" and window is not None):
             raise ValueError(
                 f"{c.model_type} with sliding_window={window!r} and layer_types="
-                f"{shown(c.layer_types)} is not supported: its layers have "
+                f"{excerpt(c.layer_types)} is not supported: its layers have "
                 f"{'no windows' if kind == 'none' else 'one window or none'}"
             )
     elif kind == "switch":

@@ -1,6 +1,6 @@
-"""FP8 tensors of a checkpoint, which are read as bf16.
+"""FP8 tensors of a checkpoint, read as bf16.
 
-Blocks of a matrix, mostly of 128 x 128 numbers, share a factor (arXiv:2412.19437). A file holds the
+The numbers of a block, mostly 128 x 128, share a factor (arXiv:2412.19437). A file holds the
 numbers as `NAME` in E4M3, [out, in], and the factors as `NAME_scale_inv`, [ceil(out / rows of a
 block), ceil(in / columns of a block)].
 """
@@ -22,13 +22,13 @@ _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float
 
 
 class ScaledTensor(NamedTuple):
-    """A tensor of an open file in FP8, which is read on demand; see `StoredTensor`."""
+    """A tensor of an open file in FP8, read on demand; see `StoredTensor`."""
 
     path: Path
     name: str
     numbers: StoredTensor
     scales: StoredTensor
-    start: int  # of the numbers in the file, in bytes
+    start: int  # offset of the numbers in the file, in bytes
     block: Block
 
     @property
@@ -40,8 +40,8 @@ class ScaledTensor(NamedTuple):
         """Reads the tensor in bf16, [out, in].
 
         Raises:
-          ValueError: if numbers and factors are not those of a matrix of this shape, or a factor
-            makes numbers that bf16 does not hold.
+          ValueError: if numbers or factors do not have the shape of such a matrix, or a factor is
+            too large for bf16.
         """
         found, grid = self.numbers.shape, self.scales.shape
         if len(found) != 2 or shape not in (None, found):
@@ -69,7 +69,7 @@ def dequantise(numbers: np.ndarray, scales: np.ndarray, *, block: Block) -> np.n
     """Multiplies the numbers of E4M3 bytes u8[out, in] by the factors of their blocks f32[...]:
     bf16[out, in], each product rounded once."""
     out = np.empty(numbers.shape, jnp.bfloat16)
-    for i, factors in enumerate(scales):  # f32 takes four times the memory of the numbers
+    for i, factors in enumerate(scales):  # block by block: f32 takes four times the memory
         rows = slice(i * block[0], (i + 1) * block[0])
         wide = np.repeat(factors, block[1])[: numbers.shape[1]]
         out[rows] = _VALUES[numbers[rows]] * wide
@@ -77,7 +77,7 @@ def dequantise(numbers: np.ndarray, scales: np.ndarray, *, block: Block) -> np.n
 
 
 def join_scaled(tensors: Mapping[str, Tensor], *, block: Block) -> dict[str, Tensor]:
-    """Replaces numbers and factors by the tensors that they stand for.
+    """Replaces numbers and factors by `ScaledTensor`s.
 
     Raises:
       ValueError: for a tensor in FP8 without factors, or factors of a tensor that is not in FP8.

@@ -1,7 +1,7 @@
-"""Tensors that hold all experts of a layer, read as one tensor for each expert.
+"""Tensors that hold all experts of a layer, read as one tensor per expert.
 
 The published files of Qwen3.5's mixtures have two for each layer: `experts.gate_up_proj`
-[experts, 2 * units, hidden], with the rows of gate before those of up, and `experts.down_proj`
+[experts, 2 * units, hidden], with gate's rows before up's, and `experts.down_proj`
 [experts, hidden, units]. They stand for `experts.N.gate_proj.weight`, `experts.N.up_proj.weight`
 and `experts.N.down_proj.weight`, which transformers writes.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl.huggingface.files import StoredTensor, Tensor
 from jaxrl.models.spec import ParamSpec
 
-# By an expert's tensor: the joint one, how many tensors of an expert that holds, and which it is.
+# Expert's tensor -> (joint tensor, number of an expert's tensors in it, index among them).
 _JOINT = {
     "gate_proj.weight": ("gate_up_proj", 2, 0),
     "up_proj.weight": ("gate_up_proj", 2, 1),
@@ -25,11 +25,11 @@ _JOINT = {
 
 
 class ExpertTensor(NamedTuple):
-    """A matrix of one expert in a joint tensor, which is read on demand; see `StoredTensor`."""
+    """A matrix of one expert in a joint tensor, read on demand; see `StoredTensor`."""
 
     path: Path
     joint: StoredTensor
-    joint_shape: tuple[int, ...]  # that it must have
+    joint_shape: tuple[int, ...]  # the expected one
     expert: int
     rows: slice  # of the expert, in the joint tensor
 
@@ -46,17 +46,13 @@ class ExpertTensor(NamedTuple):
     def read(self, *, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Reads the matrix; raises ValueError if the joint tensor has another shape or is not
         readable."""
-        assert shape in (None, self.shape)  # both are those of the parameter
+        assert shape in (None, self.shape)  # both come from the parameter
         part = (slice(self.expert, self.expert + 1), self.rows)
         return self.joint.read(shape=self.joint_shape, part=part)[0]
 
 
 def split_experts(tensors: Mapping[str, Tensor], specs: Iterable[ParamSpec]) -> dict[str, Tensor]:
-    """Replaces joint tensors by those of the single experts.
-
-    Args:
-      tensors: of a checkpoint.
-      specs: of the decoder; joint tensors of other layers stay.
+    """Replaces the joint tensors of the decoder's layers by one tensor per expert.
 
     Raises:
       ValueError: if a checkpoint has both.

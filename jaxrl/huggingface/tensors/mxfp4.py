@@ -1,4 +1,4 @@
-"""MXFP4 tensors of a checkpoint, which are read as bf16.
+"""MXFP4 tensors of a checkpoint, read as bf16.
 
 Groups of 32 numbers share an exponent (OCP Microscaling Formats 1.0). A file holds them as two
 tensors of bytes: `NAME_blocks` [..., out, in / 32, 16], two numbers in a byte, and `NAME_scales`
@@ -21,7 +21,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class PackedTensor(NamedTuple):
-    """A tensor of an open file in MXFP4, which is read on demand; see `StoredTensor`."""
+    """A tensor of an open file in MXFP4, read on demand; see `StoredTensor`."""
 
     path: Path
     name: str
@@ -37,7 +37,7 @@ class PackedTensor(NamedTuple):
         """Reads the tensor in bf16, [..., in, out].
 
         Raises:
-          ValueError: if blocks and scales are not those of a tensor of this shape, or not bytes.
+          ValueError: if blocks or scales do not have the shape of such a tensor, or are not bytes.
         """
         *rows, groups = self.scales.shape
         found = (*rows[:-1], groups * _GROUP, *rows[-1:])
@@ -52,12 +52,8 @@ class PackedTensor(NamedTuple):
 
 
 def join_packed(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Replaces blocks and scales by the tensors that they stand for.
-
-    Args:
-      tensors: of a checkpoint.
-      names: of tensors that may be packed.
-    """
+    """Replaces blocks and scales by `PackedTensor`s; `names` lists the tensors that may have
+    them."""
     joined = dict(tensors)
     for name in names:
         blocks, scales = (tensors.get(f"{name}_{part}") for part in ("blocks", "scales"))
@@ -70,7 +66,7 @@ def join_packed(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str
 def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Computes the numbers of MXFP4 bytes: u8[..., G, 16] and u8[..., G] -> bf16[..., 32 * G]."""
     out = np.empty((*blocks.shape[:-1], _GROUP // 2), np.uint32)
-    for i in np.ndindex(blocks.shape[:1]):  # one expert at a time, as the indices are wide
+    for i in np.ndindex(blocks.shape[:1]):  # expert by expert, because the indices are wide
         pairs = scales[i][..., None].astype(np.uint16) << 8 | blocks[i]
         np.take(_pairs(), pairs, out=out[i], mode="clip")  # "raise", the default, copies
     return out.view(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
@@ -78,10 +74,10 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Makes the table of two bf16 numbers, as u32[2 ** 16], by exponent and byte."""
+    """Makes the table of pairs of bf16 numbers by exponent and byte, as u32[2 ** 16]."""
     exponents = np.arange(256)
     numbers = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
-    with np.errstate(over="ignore"):  # of exponents that no checkpoint has
+    with np.errstate(over="ignore"):  # for exponents that no checkpoint has
         scaled = np.ldexp(numbers, exponents[:, None] - 127).astype(jnp.bfloat16)
     scaled[255] = np.nan
     low, high = exponents & 15, exponents >> 4

@@ -22,7 +22,7 @@ from jaxrl.models.spec import ParamSpec
 def checked_tensors(
     directory: Path, config: DecoderConfig, *, block: Block | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Opens a checkpoint as `open_joined`; checks that its names are those of the decoder."""
+    """Opens a checkpoint as `open_joined`; checks its names against the decoder's."""
     flat = spec.flatten(param_specs(config))
     with contextlib.ExitStack() as stack:
         tensors = open_joined(directory, flat, stack, block=block)
@@ -42,7 +42,7 @@ def _check_names(
     expected: set[str], found: set[str], *, config: DecoderConfig, directory: Path
 ) -> None:
     # Some surplus is harmless: buffers in old exports that follow from the config, the second copy
-    # of a tied head, which `_check_tied_head` compares, and what `unused_tensors` keeps.
+    # of a tied head, which `_check_tied_head` compares, and `unused_tensors`.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")
@@ -73,7 +73,7 @@ def _check_tied_head(
 
 
 def unused_prefixes(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns how the names of tensors begin that the decoder does not compute with."""
+    """Returns the prefixes of tensors that the decoder does not use."""
     more = FAMILIES[config.model_type].more_layers
     prediction = (f"model.layers.{config.num_layers}.", "mtp.") if more else ()
     return (*prediction, "model.visual.") if config.wrapped else prediction
@@ -86,9 +86,8 @@ def open_joined(
     *,
     block: Block | None,
 ) -> dict[str, Tensor]:
-    """Opens a checkpoint as `open_weights`. Tensors in MXFP4, and in FP8 with blocks of this size,
-    are joined with their scales, and there is a tensor for each expert that has a place in
-    `flat`."""
+    """Opens a checkpoint as `open_weights`. Joins tensors in MXFP4, and in FP8 with blocks of this
+    size, with their scales, and splits joint tensors into the experts of `flat`."""
     packable = (name for one in flat.values() if one.transposed for name in one.hf_names())
     tensors = join_packed(open_weights(directory, stack), packable)
     tensors = split_experts(tensors, flat.values())
