@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
@@ -40,6 +40,27 @@ def computations(text: str) -> tuple[str, Mapping[str, list[str]]]:
     return entry, found
 
 
+def executed(
+    text: str, *, trips: Callable[[int], int], enters: Callable[[str], object]
+) -> Iterator[tuple[str, str, int]]:
+    """Yields (computation, instruction, number of executions) for the instructions that a program
+    runs. `trips` is an argument of `collectives`; instructions that are not entered call nothing.
+    """
+    entry, found = computations(text)
+    todo = [(entry, 1, 0)]
+    while todo:
+        name, times, depth = todo.pop()
+        for line in found.get(name, ()):
+            yield name, line, times
+            inner, deeper = times, depth
+            if " while(" in line:
+                known = _trip_count(line, found)
+                inner = times * (trips(depth) if known is None else known)
+                deeper = depth + (known is None)
+            if enters(line):
+                todo += [(one, inner, deeper) for one in called(line)]
+
+
 def called(line: str) -> Iterator[str]:
     """Yields the computations that an instruction runs."""
     yield from _CALLED.findall(line)
@@ -47,9 +68,9 @@ def called(line: str) -> Iterator[str]:
         yield from (name.strip().lstrip("%") for name in group.split(","))
 
 
-def trip_count(line: str, found: Mapping[str, list[str]]) -> int | None:
-    """Returns the iterations of a while loop; None if the program, whose computations are `found`,
-    has no constant for it."""
+def _trip_count(line: str, found: Mapping[str, list[str]]) -> int | None:
+    """Returns the iterations of a while loop; None if the computations `found` of the program have
+    no constant for it."""
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(match[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)

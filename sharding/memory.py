@@ -8,6 +8,7 @@ from jaxrl.sharding import hlo
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _VIEWS = ("bitcast", "bitcast-convert", "reshape", "get-tuple-element")  # inside a fusion
+_CONTROL = re.compile(r" (?:while|conditional|call)\(")
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
 
 
@@ -40,35 +41,25 @@ _Computation = Mapping[str, _Instruction]
 
 
 def memory_traffic(text: str, *, trips: Callable[[int], int]) -> MemoryTraffic:
-    """Counts what the instructions of a program read and write.
+    """Counts the bytes that the instructions of a program read and write.
 
-    A fusion reads of an array what it slices or gathers from it, and once what it uses otherwise.
-    Updates in place move what changes. All branches of a conditional count.
+    A fusion that slices or gathers from an array reads the elements taken, any other fusion the
+    whole array once. Updates in place move the elements changed. All branches of a conditional
+    count.
 
     Args:
       text: of a compiled program (`Compiled.as_text`).
       trips: depth -> iterations, as for `collectives`.
     """
-    entry, lines = hlo.computations(text)
-    program = {name: _parse(body) for name, body in lines.items()}
+    program = {name: _parse(body) for name, body in hlo.computations(text)[1].items()}
     read = written = 0.0
-
-    def visit(name: str, times: int, depth: int) -> None:
-        nonlocal read, written
-        for one in program.get(name, {}).values():
-            if one.kind in ("while", "conditional", "call"):
-                inner, deeper = times, depth
-                if one.kind == "while":
-                    known = hlo.trip_count(one.line, lines)
-                    inner = times * (trips(depth) if known is None else known)
-                    deeper = depth + (known is None)
-                for called in hlo.called(one.line):
-                    visit(called, inner, deeper)
-            elif one.kind not in _NAMES and not one.kind.endswith("-done"):
+    for name, line, times in hlo.executed(text, trips=trips, enters=_CONTROL.search):
+        if _CONTROL.search(line):
+            continue
+        for one in _parse([line]).values():
+            if one.kind not in _NAMES and not one.kind.endswith("-done"):
                 more = _moved(one, program[name], program)
                 read, written = read + times * more.read, written + times * more.written
-
-    visit(entry, 1, 0)
     return MemoryTraffic(read, written)
 
 
@@ -104,7 +95,7 @@ def _moved(
             read += operand.size if part is None else min(part, operand.size)
         return MemoryTraffic(read, _written_by_root(one, fused, program))
     if one.kind.endswith("-start"):
-        # Source, destination and a flag; of a slice, in this order.
+        # The shape lists source, destination and a flag; a copy's lists the destination first.
         source, target = hlo.arrays(one.shape)[:2]
         if one.kind == "copy-start":
             source, target = target, source
@@ -135,7 +126,7 @@ def _parameter(fused: _Computation, number: int) -> str:
 def _read_inside(
     name: str, fused: _Computation, program: Mapping[str, _Computation]
 ) -> float | None:
-    """Returns the bytes that a fusion reads of one of its arrays; None if it is the whole."""
+    """Returns the bytes that a fusion reads of one of its arrays; None for the whole array."""
     read, views = 0.0, [name]
     while views:
         view = views.pop()

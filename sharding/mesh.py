@@ -41,7 +41,7 @@ def make_mesh(
     given: dict[str, int] = dict(zip(AXES, (data, fsdp, expert, context, tensor), strict=True))
     sizes = _resolve(given, devices=len(devices))
     # jax.make_mesh refuses 8 x 8 on chips wired 4 x 4 x 4. This splits a physical axis between two
-    # mesh axes if there is no other way.
+    # mesh axes where necessary.
     arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     # XLA's partitioner propagates shardings from the constraints that `partition.Layout` states.
     # With Explicit axes, the default, every operation must agree on them itself.

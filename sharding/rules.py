@@ -14,7 +14,7 @@ MeshAxes = tuple[str, ...]  # cut over these, the first one slowest; () is not c
 class Rules:
     """Tables of logical axis -> mesh axes. Every logical axis in use must be listed, even if uncut.
 
-    Those of `activations` are for batches and for arrays that a model passes to `constrain`.
+    `activations` applies to batches and to arrays that a model passes to `constrain`.
     """
 
     parameters: tuple[tuple[str, MeshAxes], ...]
@@ -96,7 +96,7 @@ _CHANGES: dict[str, tuple[_Table, _Table]] = {  # of parameters, of activations
     "tensor": (_TENSOR, _TENSOR),
     # Both: with an axis of size 1 it equals one of the above.
     "fsdp_tensor": ({**_FSDP, **_TENSOR}, _TENSOR),
-    # Each device has some experts of every layer and sends tokens to where theirs are.
+    # Each device has some experts of every layer and sends tokens to the devices of their experts.
     "expert": ({**_FSDP, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH}),
     # Long rows: tokens cut over devices, keys and values gathered for attention.
     "context": ({**_EMBED, **_TENSOR}, {**_TENSOR, **_LENGTH}),

@@ -35,25 +35,12 @@ def collectives(text: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]
     Returns:
       The kinds that occur.
     """
-    entry, computations = hlo.computations(text)
     found: dict[str, Traffic] = {}
-
-    def visit(name: str, times: int, depth: int) -> None:
-        for line in computations.get(name, ()):
-            if match := _OP.search(line):
-                kind, one = _traffic(line, match, inside=name)
-                whole = Traffic(times * one.count, times * one.size, times * one.sent)
-                found[kind] = found.get(kind, Traffic()) + whole
-                continue
-            inner, deeper = times, depth
-            if " while(" in line:
-                known = hlo.trip_count(line, computations)
-                inner = times * (trips(depth) if known is None else known)
-                deeper = depth + (known is None)
-            for called in hlo.called(line):
-                visit(called, inner, deeper)
-
-    visit(entry, 1, 0)
+    for name, line, times in hlo.executed(text, trips=trips, enters=lambda line: True):
+        if match := _OP.search(line):
+            kind, one = _traffic(line, match, inside=name)
+            whole = Traffic(times * one.count, times * one.size, times * one.sent)
+            found[kind] = found.get(kind, Traffic()) + whole
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 

@@ -7,9 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts arrays in host memory, the same on every process, on devices. Each process puts its own
-    parts; nothing is sent between them. There is one sharding for all, or a tree of the same form.
-    """
+    """Moves host arrays, equal on every process, to devices. Each process places its own parts;
+    nothing is sent. `shardings` is one sharding for all arrays, or a tree of the same form."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, Sharding):
@@ -18,8 +17,7 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Combines a tree of shapes, or of arrays, with a tree of shardings: what a program is compiled
-    for."""
+    """Adds shardings to a tree of shapes or arrays, for compiling a program ahead of time."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
