@@ -98,7 +98,6 @@ def open_learning(
         specs=specs,
         learner=pure._replace(
             score=compiled(pure.score),
-            shadow=compiled(pure.shadow),
             shadow_scores=compiled(pure.shadow_scores),
             step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),

@@ -39,19 +39,17 @@ class Learner(NamedTuple):
       init: params -> state before the first step.
       score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
         computed as in `step`. Used for anchor and reference scores. If the batch records the
-        experts of its tokens, `score`, `shadow` and `step` replay them: the routing weights are
-        the router's own, the choice of experts is the recorded one.
-      shadow: as `score`, with the published weights and in the sampler's dtypes.
-      shadow_scores: (log-probs of `shadow`, entropies of the same distributions in nats), each
-        f32[N, T].
-      step: (state, minibatch) -> (state, metrics). Weights of the whole batch, if the objective has
-        any, are computed first, by a forward pass. The metrics are the objective's and those of
-        `losses.mismatch` and of `Update.step`.
+        experts of its tokens, all functions replay the recorded choice; the routing weights are
+        the router's own.
+      shadow_scores: (params, minibatch) -> (log-probs as `score`, but of the published weights in
+        the sampler's dtypes; entropies of the same distributions in nats), each f32[N, T].
+      step: (state, minibatch) -> (state, metrics). If the objective weights the whole batch, a
+        forward pass computes the weights first. Returns the metrics of the objective,
+        `losses.mismatch` and `Update.step`.
     """
 
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
     score: Callable[[Params, Minibatch], jax.Array]
-    shadow: Callable[[Params, Minibatch], jax.Array]
     shadow_scores: Callable[[Params, Minibatch], tuple[jax.Array, jax.Array]]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
@@ -93,6 +91,8 @@ def make_learner(
     constrain_merged = constrainer(lora.frozen(param_shardings))
     sampled, survey_needs = sampler_precision(precision), objective.survey_needs
     as_sampled = by_microbatch(functools.partial(_logprobs, model, precision=sampled))
+    entropy = frozenset({Need.ENTROPY})
+    with_entropy = by_microbatch(functools.partial(_forward, entropy, model, precision=sampled))
     forward = by_microbatch(functools.partial(_forward, survey_needs, model, precision=precision))
     score = make_score(model, precision=precision, param_shardings=param_shardings)
     update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
@@ -102,13 +102,8 @@ def make_learner(
         served: Any = as_served(weights, precision)
         return constrain(served) if isinstance(weights, lora.Adapted) else constrain_merged(served)
 
-    def shadow(params: Params, minibatch: Minibatch) -> jax.Array:
-        return as_sampled(published(params), minibatch)
-
     def shadow_scores(params: Params, minibatch: Minibatch) -> tuple[jax.Array, jax.Array]:
-        needs = frozenset({Need.ENTROPY})
-        both = by_microbatch(functools.partial(_forward, needs, model, precision=sampled))
-        found = both(published(params), minibatch)
+        found = with_entropy(published(params), minibatch)
         return found.logprobs, require(found, Need.ENTROPY)
 
     def step(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
@@ -116,9 +111,10 @@ def make_learner(
         before: Metrics = {}
         if objective.whole:
             weights = constrain(cast(state.params, precision.compute))
-            replay = shadow(state.params, minibatch) if Need.SHADOW in survey_needs else None
             scores = _with_given(forward(weights, minibatch), survey_needs, minibatch)
-            scores, before = objective.survey(replace(scores, shadow=replay), minibatch.batch)
+            if Need.SHADOW in survey_needs:
+                scores = replace(scores, shadow=as_sampled(published(state.params), minibatch))
+            scores, before = objective.survey(scores, minibatch.batch)
             minibatch = replace(minibatch, whole=scores.whole)
         denominators = objective.denominators(minibatch.batch, minibatch.whole)
         served = published(state.params) if Need.SHADOW in objective.step_needs else None
@@ -127,7 +123,7 @@ def make_learner(
         state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
         return state, before | metrics
 
-    return Learner(update.init, score, shadow, shadow_scores, step)
+    return Learner(update.init, score, shadow_scores, step)
 
 
 def _total(
@@ -140,15 +136,14 @@ def _total(
     served: Params | None,
     denominators: list[jax.Array],
 ) -> tuple[jax.Array, Metrics]:
-    """Computes the loss of a microbatch, to be differentiated. `served` are the published weights,
-    if the loss needs the shadow, and `denominators` those of the whole batch."""
-    needs, batch, replay = objective.step_needs, minibatch.batch, None
-    if served is not None:
-        replay = _logprobs(model, served, batch, precision=sampler_precision(precision))
+    """Computes the loss of a microbatch, to be differentiated. `served`, the published weights, is
+    given if the loss needs the shadow; `denominators` are sums over the whole batch."""
+    needs, batch = objective.step_needs, minibatch.batch
     own = _forward(needs, model, weights, batch, precision=precision)
     found = _with_given(own, needs, minibatch)
-    if replay is not None:
-        found = replace(found, shadow=jax.lax.stop_gradient(replay))
+    if served is not None:
+        shadow = _logprobs(model, served, batch, precision=sampler_precision(precision))
+        found = replace(found, shadow=jax.lax.stop_gradient(shadow))
     value, metrics = objective.total(found, batch, denominators=denominators)
     return value, metrics | mismatch(found.logprobs, batch)
 
@@ -156,7 +151,7 @@ def _total(
 def make_score(
     model: Model, *, precision: Precision | str, param_shardings: Any = None
 ) -> Callable[[Params, Minibatch], jax.Array]:
-    """Builds `Learner.score` for any model; the arguments are those of `make_learner`."""
+    """Builds `Learner.score` for any model; for the arguments see `make_learner`."""
     precision = Precision.of(precision)
     return make_forward(
         functools.partial(_logprobs, model, precision=precision),
@@ -192,12 +187,11 @@ def _forward(
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.head(weights), batch.tokens, mask)
+    entropy = values = None
     if Need.ENTROPY in needs:
         pi, entropy = token_logprobs_and_entropy(*tokens, precision=precision)
     else:
         pi = token_logprobs(*tokens, precision=precision)
-        entropy = None
-    values = None
     if Need.VALUES in needs:
         values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
     return Scores(

@@ -41,7 +41,6 @@ def minibatch(run: Run, rollouts: Sequence[Rollout]) -> Minibatch:
 def score(run: Run, state: LearnerState, given: Minibatch) -> Scored:
     """Scores the completions in the learner's and in the sampler's dtypes."""
     mask = np.asarray(given.batch.action_mask)
-    both = (
-        f(state.params, given) for f in (run.learning.learner.score, run.learning.learner.shadow)
-    )
+    learner = run.learning.learner
+    both = learner.score(state.params, given), learner.shadow_scores(state.params, given)[0]
     return Scored(*(np.where(mask, np.asarray(x, np.float64), np.nan) for x in both))
