@@ -1,8 +1,8 @@
 """Joint training of a policy and its critic.
 
-The critic is a separate network or a head on the policy's trunk. The head, too, has its own state.
-The policy's parameters are therefore always those of a language model: the head is never published,
-exported or sampled from.
+The critic is a separate network or a head on the policy's trunk. Either has its own state, so the
+policy's parameters remain a plain language model: the head is never published, exported or sampled
+from.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class State(NamedTuple):
 
 def with_new_loss_scale(state: State, precision: Precision | str) -> State:
     """Resets the loss scale to the initial one of `precision`, for a run resumed under a new dtype
-    policy. Skipped steps are still counted from the start of the run."""
+    policy. The count of skipped steps is kept."""
     spec = Precision.of(precision).loss_scale
 
     def begun(learner: LearnerState) -> LearnerState:
@@ -104,13 +104,12 @@ def shared_trunk(
     precision: Precision | str,
     param_shardings: Any = None,
 ) -> ActorCritic:
-    """Builds one network whose critic is a head on the policy's last hidden states,
-    {"score": [1, D]}.
+    """Builds one network whose critic is a head {"score": [1, D]} on the policy's hidden states.
 
-    The loss is the policy's + `coefficient` x the critic's, reduced once, as the policy's is. Both
-    terms send gradient to the trunk. Policy and head are clipped and updated separately, each by
-    its optimizer. Pre-training updates the head only; the trunk is frozen. The other arguments are
-    those of `make_learner`; `param_shardings` includes the head.
+    The loss is the policy's + `coefficient` x the critic's, reduced as the policy's. Both terms
+    send gradient to the trunk. Policy and head are clipped and updated separately, each by its
+    optimizer. Pre-training updates the head only. For the other arguments see `make_learner`;
+    `param_shardings` includes the head.
 
     Raises:
       ValueError: if the recipe has no critic.
@@ -156,7 +155,7 @@ def shared_trunk(
 
 
 def _apart(optimizers: Optimizers) -> optax.GradientTransformation:
-    """Applies each optimizer to its own parameters; the state is the pair of theirs."""
+    """Applies each optimizer to its own parameters; the state is a pair of optimizer states."""
 
     def init(params: Any) -> Any:
         policy, head = _split(params)

@@ -38,16 +38,15 @@ class Restored(NamedTuple, Generic[State]):
 
 
 class Checkpoints:
-    """The states of one run that it can resume from. Saving is asynchronous; call `close` before
-    the process ends. A model in the Hugging Face format is a `jaxrl.huggingface.Checkpoint`.
+    """The saved states of one run. Saving is asynchronous; call `close` before the process ends. A
+    model in the Hugging Face format is a `jaxrl.huggingface.Checkpoint`.
 
     Every process of a run opens it and calls `save` and `restore` at the same steps. Only one run
     may write to a directory.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 2, keep_best: int = 1):
-        """Opens a directory for writing; creates it if necessary and removes incomplete
-        checkpoints of a killed process.
+        """Opens a directory for writing: creates it if necessary, removes incomplete checkpoints.
 
         Args:
           directory: holds one directory per step.
@@ -125,7 +124,7 @@ class Checkpoints:
         Waits for the previous save.
 
         Args:
-          step: of the learner; larger than that of every existing checkpoint.
+          step: of the learner; larger than the step of every existing checkpoint.
           state: a tree of arrays.
           host: all else that the run needs to resume, as JSON: data position, policy version.
           critic: a further tree of arrays, for runs that have a critic.
@@ -176,8 +175,8 @@ class Checkpoints:
         Args:
           step: for example `latest_step()`.
           like: a tree of the state's structure whose leaves have shape, dtype and sharding: arrays,
-            or `jax.ShapeDtypeStruct`s. The mesh may differ from that of the run that saved it.
-          critic: a tree like the critic's state, to restore it, too.
+            or `jax.ShapeDtypeStruct`s. The mesh may differ from the saving run's.
+          critic: a tree like the critic's state, to restore it as well.
 
         Raises:
           CheckpointError: if the step does not exist, cannot be read or is damaged, or if an array
@@ -204,15 +203,11 @@ class Checkpoints:
                     raise DamagedError(f"the array {item}/{name} is not what was saved")
         except CheckpointError:
             raise
-        except DamagedError as error:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {error}. {self._advise(step)}"
-            ) from error
         except Exception as error:
-            raise CheckpointError(
-                f"checkpoint {path} cannot be read: {type(error).__name__}: {error}. "
-                f"{self._advise(step)}"
-            ) from error
+            found = f"cannot be read: {type(error).__name__}: {error}"
+            if isinstance(error, DamagedError):
+                found = f"is damaged: {error}"
+            raise CheckpointError(f"checkpoint {path} {found}. {self._advise(step)}") from error
         return Restored(restored["state"], host, restored.get("critic"))
 
     def wait(self) -> None:
@@ -224,8 +219,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for saves and ends the saving threads; raises CheckpointError as `save`. Deletes
-        what a process that was killed after its last save had still to delete: there may be no
-        further save that would."""
+        checkpoints that a killed process left behind: there may be no further save to do it."""
         try:
             self.wait()
             if self._writable and jax.process_index() == 0:
@@ -265,7 +259,7 @@ class Checkpoints:
 
 
 def _check_files(directory: Path) -> None:
-    """Refuses files that would block a reader for ever, and metrics that orbax cannot read."""
+    """Rejects files that would block a reader for ever, and metrics that orbax cannot read."""
     for folder, _, names in os.walk(directory):
         for path in (Path(folder, name) for name in names):
             try:
@@ -297,7 +291,7 @@ def _rank(metrics: Mapping[str, float]) -> float:
 
 
 def _signature(tree: Any) -> dict[str, str]:
-    """Describes each leaf, {"params/layers/q": "float32[12, 64, 64]", ...}, in the tree's order."""
+    """Describes the leaves in the tree's order: {"params/layers/q": "float32[12, 64, 64]", ...}."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree).items()}
 
 

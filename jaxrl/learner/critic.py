@@ -46,8 +46,8 @@ def make_critic(
     precision: Precision | str,
     param_shardings: Any = None,
 ) -> CriticLearner:
-    """Builds a critic from a scorer (`config.scored` is true) and the critic's loss; the other
-    arguments are those of `make_update`."""
+    """Builds a critic from a scorer (`config.scored` is true) and the critic's loss; for the other
+    arguments see `make_update`."""
     precision = Precision.of(precision)
     values_of = functools.partial(critic_values, model, precision=precision)
     values = make_forward(values_of, precision=precision, param_shardings=param_shardings)
@@ -67,14 +67,8 @@ def make_critic(
 def critic_values(
     model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
 ) -> jax.Array:
-    """Computes the critic's values of a batch, differentiable; f32[B, T].
-
-    Args:
-      model: a scorer.
-      weights: its parameters in `precision.compute`.
-      batch: tokens in rows.
-      precision: the dtype policy.
-    """
+    """Computes a scorer's values of a batch, differentiable, f32[B, T]; `weights` are in
+    `precision.compute`."""
     hidden = model.hidden_of(weights, batch, precision=precision)
     return token_values(hidden, model.unembedding(weights), batch, precision=precision)
 

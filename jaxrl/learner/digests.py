@@ -1,10 +1,9 @@
-"""Digests of arrays that do not depend on how an array is cut, so that a checkpoint can be checked
-on any mesh.
+"""Digests of arrays, independent of sharding, so that a checkpoint can be checked on any mesh.
 
 A digest is two sums over all elements, modulo 2^32, of numbers mixed from an element's bits and its
-index. Sums of integers have no order: each device adds up what it holds. Any change of one element
-changes the first sum; other damage, such as elements that change places, is missed with probability
-2^-64. Large arrays are summed where they are, by one compiled program per shape and sharding.
+index. Integer sums do not depend on order, so each device adds up its own elements. Any change of
+one element changes the first sum; other damage, such as swapped elements, is missed with
+probability 2^-64. Large arrays are summed in place, by one compiled program per shape and sharding.
 """
 
 import hashlib
@@ -85,7 +84,7 @@ def _mix(x: Any) -> Any:
 
 
 class DamagedError(ValueError):
-    """Content that is not what was saved."""
+    """Content that differs from the saved one."""
 
 
 def seal(host: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +99,7 @@ def unseal(sealed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, 
     """Inverts `seal`: returns the host's state and {item: {array: digest}}.
 
     Raises:
-      DamagedError: if the JSON is not what was saved.
+      DamagedError: if the JSON differs from the saved one.
     """
     if not isinstance(sealed, dict):
         raise DamagedError(f"host/metadata holds {type(sealed).__name__}, expected an object")

@@ -1,4 +1,4 @@
-"""Makes mini-batches from rewarded rollouts."""
+"""Minibatches from rewarded rollouts."""
 
 from collections.abc import Sequence
 
@@ -21,15 +21,15 @@ def minibatch(
 ) -> Minibatch:
     """Estimates advantages and packs rollouts into rows.
 
-    The mini-batch has room for one rollout per row. The learner's step therefore compiles once per
-    number of rollouts.
+    The minibatch has room for one rollout per row, so the learner's step compiles once per number
+    of rollouts.
 
     Args:
       rollouts: N rollouts with their rewards.
       advantages: rewards and groups -> advantages, such as `recipe.advantages`.
-      row_length: tokens in a row; by default those of the longest rollout, rounded up so that few
-        programs are compiled.
-      rows_per_microbatch: rows the learner computes at once; by default those of 4,096 tokens.
+      row_length: tokens in a row; by default the longest rollout's, rounded up so that few programs
+        are compiled.
+      rows_per_microbatch: rows the learner computes at once; by default up to 4,096 tokens.
 
     Raises:
       ValueError: if a rollout is longer than a row; the message names it.

@@ -19,7 +19,7 @@ def make_schedule(
     name: ScheduleName, *, learning_rate: float, warmup_steps: int, total_steps: int
 ) -> optax.Schedule:
     """Builds a schedule: linear warm-up from 0 over `warmup_steps`, then constant, or cosine or
-    linear decay to 0 at `total_steps`. All are counted in optimizer steps.
+    linear decay to 0 at `total_steps`, both in optimizer steps.
 
     Raises:
       ValueError: if the warm-up is not shorter than the run.
@@ -108,8 +108,8 @@ def _muon_axes(spec: ParamSpec) -> Any:
 def usual_learning_rates(parameters: int, *, adapters: bool) -> tuple[float, float]:
     """Returns the lowest and the highest usual learning rate of AdamW for a model of that size.
 
-    The middle is 1e-6 from a billion parameters up, as published recipes have it (DAPO and Dr. GRPO
-    for 1.5 to 32 billion). It rises with the inverse square root of the size, to 1e-4 for the 10^5
+    The middle is 1e-6 from a billion parameters up, as in published recipes (DAPO and Dr. GRPO, 1.5
+    to 32 billion). Below, it grows with the inverse square root of the size, to 1e-4 for the 10^5
     of the quickstart. Adapters take ten times as much (Schulman et al., LoRA Without Regret, 2025).
     """
     middle = max(1e-6, 1e-4 * math.sqrt(1e5 / parameters)) * (10 if adapters else 1)

@@ -23,8 +23,8 @@ ScoreRows = Callable[[Params, Minibatch], jax.Array]
 def make_scores(
     model: Model, *, precision: Precision | str, param_shardings: Any = None
 ) -> ScoreRows:
-    """Builds the function that scores batches with a scorer, to be compiled by the caller; the
-    arguments are those of `make_update`."""
+    """Builds the function that scores batches with a scorer, to be compiled by the caller; for the
+    arguments see `make_update`."""
     precision = Precision.of(precision)
     return make_forward(
         functools.partial(sequence_scores, model, precision=precision),
@@ -48,8 +48,8 @@ def make_ranker(
     precision: Precision | str,
     param_shardings: Any = None,
 ) -> Ranker:
-    """Builds the learner of a scorer; `center_rewards` is that of `preference.bradley_terry`, the
-    other arguments are those of `make_update`."""
+    """Builds the learner of a scorer. `center_rewards` is an argument of
+    `preference.bradley_terry`, the others of `make_update`."""
     precision = Precision.of(precision)
     update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 

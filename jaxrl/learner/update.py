@@ -1,8 +1,8 @@
 """The optimizer step, for any loss.
 
-A step sums gradients over microbatches, divided by the denominator of the whole batch. Then it
-removes the loss scale and applies the optimizer. A non-finite gradient skips the update: only the
-loss scale and the step count change.
+A step sums gradients over microbatches, divided by the denominator of the whole batch, removes the
+loss scale and applies the optimizer. A non-finite gradient skips the update: only the loss scale
+and the step count change.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def checkpoint_view(state: LearnerState) -> LearnerState:
 
 
 def from_checkpoint(view: LearnerState, *, like: LearnerState) -> LearnerState:
-    """Inverts `checkpoint_view`; the frozen parameters are those of `like`."""
+    """Inverts `checkpoint_view`, with the frozen parameters of `like`."""
     return dataclasses.replace(view, params=lora.with_trainable(like.params, view.params))
 
 
@@ -56,16 +56,16 @@ class Update(NamedTuple):
 
     Attributes:
       init: params -> state before the first step.
-      step: (state, minibatch, total, denominator=f32[]) -> (state, metrics). The metrics are those
-        of the loss, and "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since
-        the start).
+      step: (state, minibatch, total, denominator=f32[]) -> (state, metrics): the metrics of the
+        loss, and "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the
+        start).
     """
 
     init: Callable[[Any], LearnerState]
     step: Callable[..., tuple[LearnerState, Metrics]]
 
 
-Rows = TypeVar("Rows")  # an array [N, ...], or a tree of such
+Rows = TypeVar("Rows")  # a tree of arrays [N, ...]
 # (weights in precision.compute, a microbatch) -> (sum of losses, metrics): the loss, before its
 # division by the denominator of the whole batch.
 Total = Callable[[Params, Minibatch], tuple[jax.Array, Metrics]]
@@ -141,8 +141,8 @@ def make_update(
 def make_forward(
     fn: Callable[[Params, TokenBatch], Rows], *, precision: Precision, param_shardings: Any = None
 ) -> Callable[[Params, Minibatch], Rows]:
-    """Wraps `fn` as `by_microbatch` does, to be given the parameters of a state: it casts them to
-    the weights that `fn` takes. The other arguments are those of `make_update`."""
+    """Wraps `fn` as `by_microbatch` does, and casts the parameters of a state to the weights that
+    `fn` takes. For the other arguments see `make_update`."""
     constrain = constrainer(param_shardings)
     rows = by_microbatch(fn)
 
@@ -153,12 +153,8 @@ def make_forward(
 
 
 def by_microbatch(fn: Callable[[Params, TokenBatch], Rows]) -> Callable[[Params, Minibatch], Rows]:
-    """Wraps `fn` to run over the microbatches of a minibatch one after the other.
-
-    Returns:
-      (weights, minibatch) -> the results, arrays [N, ...] in the minibatch's rows; unused rows are
-      0.
-    """
+    """Wraps `fn` to run over the microbatches of a minibatch in turn. The results are arrays
+    [N, ...] in the minibatch's rows; unused rows are 0."""
 
     def apply(weights: Params, minibatch: Minibatch) -> Rows:
         concatenated = optax.microbatching.microbatch(
