@@ -84,10 +84,10 @@ class Completion(NamedTuple):
 
 
 class TurnCache:
-    """Holds what a sampler keeps of an episode's last turn for the next one, if anything: KV cache.
+    """Holds the KV cache, if any, that a sampler keeps from an episode's last turn for the next.
 
     Only the sampler reads and writes the content, which is freed with this object. It changes
-    completions only by the rounding of matrix products of another size.
+    completions only by rounding: matrix products have other sizes.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class TurnCache:
 class Turn(NamedTuple):
     """A request to continue one sequence.
 
-    The two indices identify it. Its random numbers depend on them and on the seed alone.
+    Its random numbers depend on the two indices and the seed alone.
     """
 
     context: np.ndarray  # i32[P] token ids so far

@@ -1,4 +1,4 @@
-"""Samplers of multi-process runs: all processes sample together, or process 0 asks servers."""
+"""Samplers of multi-process runs: all processes sample together, or process 0 queries servers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,8 +7,8 @@ from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 
 
 class MultihostSampler(Sampler):
-    """A sampler on the devices of all processes: all run the requests that process 0 makes within
-    `Hosts.on_leader`."""
+    """A sampler on the devices of all processes, which all run the requests that process 0 makes
+    within `Hosts.on_leader`."""
 
     def __init__(self, sampler: Sampler, hosts: Hosts) -> None:
         def sample_turns(turns: Sequence[Turn], params: SamplingParams) -> list[Completion]:
@@ -37,7 +37,7 @@ class NullSampler(Sampler):
 
     @property
     def version(self) -> int:
-        """Of no weights."""
+        """0: this process serves no weights."""
         return 0
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:

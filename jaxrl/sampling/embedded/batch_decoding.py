@@ -22,15 +22,15 @@ from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, by_array, take_prefix
 from jaxrl.sharding.transfer import fetch
 
-# A batch shrinks by this factor once so few of its rows are running, but never below this number of
-# rows: a step with fewer takes hardly less time.
+# A batch shrinks by this factor once only that fraction of its rows is running, but never below
+# this number of rows: a step with fewer takes hardly less time.
 _SHRINK, _MIN_ROWS = 4, 8
 
 # The caches that a request keeps for the next turns have up to this many times the rows of its
 # largest batch. A batch that shrinks leaves at most 4/3 of its rows.
 KEPT = 2
 
-# While turns wait, they are put into a batch once one row in so many has ended.
+# Waiting turns are put into a batch once one row in this many has ended.
 _REFILL = 8
 
 
@@ -45,22 +45,14 @@ def shrunk_rows(rows: int, *, shards: int) -> int:
     return fewer if fewer >= _MIN_ROWS and fewer % shards == 0 else 0
 
 
-def refilled_rows(rows: int, *, longest: int, shards: int) -> int:
-    """Returns the number of rows that waiting turns are put into together. It is 0 if no completion
-    is longer than a segment: the batch ends before the programs for it are compiled."""
-    return -(-max(1, rows // _REFILL) // shards) * shards if longest > SEGMENT else 0
-
-
 def most_slots(context: int, completion: int) -> int:
-    """Returns the slots of the largest cache for contexts of up to `context` tokens and up to
-    `completion` more."""
+    """Returns the slots of the largest cache for contexts and completions up to these lengths."""
     # The last token drawn needs no slot.
     return length_bucket(length_bucket(context, step=16) + completion - 1, step=TILE)
 
 
 def larger_cache(slots: int, *, holds: int, most: int) -> int:
-    """Returns the size that follows a cache of `slots` slots: the first with `holds` slots of the
-    sizes up to `most`."""
+    """Returns the next size after `slots` that has at least `holds` slots; at most `most`."""
     while True:
         slots = min(length_bucket(slots + SEGMENT, step=TILE), most)
         if slots >= min(holds, most):
@@ -68,10 +60,8 @@ def larger_cache(slots: int, *, holds: int, most: int) -> int:
 
 
 def cache_sizes(context: int, completion: int) -> list[int]:
-    """Returns the successive sizes of a batch's cache, in slots.
-
-    The first holds contexts of up to `context` tokens, the last `completion` more tokens.
-    """
+    """Returns the successive sizes of a batch's cache in slots: the first holds contexts of up to
+    `context` tokens, the last `completion` more."""
     sizes, most = [length_bucket(context, step=16)], most_slots(context, completion)
     while sizes[-1] < most or len(sizes) == 1:
         sizes.append(larger_cache(sizes[-1], holds=1, most=most))
@@ -80,9 +70,7 @@ def cache_sizes(context: int, completion: int) -> list[int]:
 
 def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Completion]:
     """Decodes sequences, as many together as the request allows, and yields completions as they
-    finish.
-
-    Completions that finish between two visits to the host come shortest first.
+    finish; those of one segment come shortest first.
 
     Raises:
       FloatingPointError: if the model's logits are not finite.
@@ -102,17 +90,20 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
 
 
 class _Batch:
-    """Rows of completions in progress, which turns that wait take when others have ended."""
+    """Rows of completions in progress; waiting turns take the rows of ended completions."""
 
     def __init__(self, waiting: deque[Queued], request: DecodeRequest, ended: EndedRows) -> None:
-        """Begins with the first of the waiting turns."""
+        """Starts with the first waiting turns."""
         self._waiting, self._request, self._ended = waiting, request, ended
         longest = max(turn.max_tokens for turn, _ in waiting)
         self._most = most_slots(max(len(turn.context) for turn, _ in waiting), longest)
         shards = request.shards
         rows = count_bucket(len(waiting), multiple=shards)
         rows = min(rows, max_rows(request.max_batch, shards=shards))
-        self._refilled = refilled_rows(rows, longest=longest, shards=shards)
+        # Rows that waiting turns are put into together. Without a completion longer than a segment
+        # there are none: the batch would end before the programs for it are compiled.
+        refilled = max_rows(max(1, rows // _REFILL), shards=shards)
+        self._refilled = refilled if longest > SEGMENT else 0
         queued = _take(waiting, rows)
         width = length_bucket(max(len(turn.context) for turn, _ in queued), step=16)
         slots = larger_cache(width, holds=1, most=self._most)
@@ -131,7 +122,7 @@ class _Batch:
             finished = self._take_finished()
             running = [row for row, one in enumerate(self._partial) if one is not None]
             if not running:
-                # First: the episodes may ask for their next turns at once.
+                # Before the yield: the episodes may then request their next turns at once.
                 self._ended.keep(self._state.cache)
             yield from finished
             if not running:
@@ -166,7 +157,7 @@ class _Batch:
             )
 
     def _take_finished(self) -> list[Completion]:
-        """Appends new tokens to the completions of the rows and takes those that have ended."""
+        """Appends new tokens to the rows' completions; removes and returns the ended ones."""
         state = self._state
         out, length, stopped = fetch((self._out, state.rows.length, state.rows.stopped))
         finished = []
@@ -186,10 +177,7 @@ class _Batch:
         return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
     def _refill(self) -> None:
-        """Puts waiting turns into rows that have ended.
-
-        A prompt is computed once for the completions that begin together.
-        """
+        """Puts waiting turns into rows that have ended; equal contexts are computed once."""
         rows = self._refilled
         free = [row for row, one in enumerate(self._partial) if one is None][:rows]
         queued = _take(self._waiting, len(free))

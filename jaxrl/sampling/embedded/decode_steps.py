@@ -1,7 +1,6 @@
 """Compiled decoding of a batch: draw the first tokens, decode a segment, change its rows.
 
-Between segments the host puts new completions into rows that have ended, gives the cache more slots
-or the batch fewer rows.
+Between segments the host refills ended rows, enlarges the cache or shrinks the batch.
 """
 
 import dataclasses
@@ -38,11 +37,8 @@ class RowPlan:
 
 @struct.dataclass
 class RowStates:
-    """Completions in progress, one to each of B rows.
-
-    Rows that have ended stay in the batch until others take their places, and what is drawn for
-    them is ignored.
-    """
+    """Completions in progress, one per row. An ended row stays until another takes its place;
+    tokens drawn for it are ignored."""
 
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
     context: jax.Array  # i32[B], tokens before the completion
@@ -98,15 +94,8 @@ def row_experts(experts: jax.Array, row: jax.Array) -> jax.Array:
 def draw_first(
     logits: jax.Array, lengths: jax.Array, *, plan: RowPlan, key: jax.Array, settings: DrawSettings
 ) -> tuple[RowStates, Segment]:
-    """Draws the first tokens of a batch of B rows.
-
-    Args:
-      logits: [N, V] after each of N prompts.
-      lengths: i32[N] tokens of each prompt.
-      plan: the rows of the batch.
-      key: key[] of the request.
-      settings: how tokens are drawn.
-    """
+    """Draws the first tokens of a batch from the logits [N, V] after N prompts of `lengths` i32[N]
+    tokens, with the request's key[]."""
     key = completion_keys(key, plan.index)
     prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
     token, logprob, tail, stopped = draw_next(
@@ -134,13 +123,9 @@ def decode_segment(
     model: Model,
     precision: Precision,
 ) -> tuple[DecodeState, Segment]:
-    """Draws up to SEGMENT tokens per row.
+    """Draws up to SEGMENT tokens per row; returns the new state and the tokens.
 
-    Stops early when a row that has not ended does not fit into the cache, or when at most `floor`
-    rows have not ended.
-
-    Returns:
-      The new state, and the tokens with N = SEGMENT.
+    Stops early when the cache has no slot left for a running row, or when at most `floor` rows run.
     """
     shape = (SEGMENT, len(state.rows.token))
     out = Segment(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.int32(0))
@@ -180,18 +165,29 @@ def decode_segment(
 @functools.partial(jit_forward, static_argnames=("slots",))
 def take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
     """Returns a cache of the rows `source`, i32[B], with `slots` slots."""
-    return _take_cache_rows(cache, source, slots=slots)
+
+    # Layer by layer: rows that change devices are gathered from all of them, and no device has
+    # memory for a whole gathered cache.
+    def take(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
+        return lax.map(lambda layer: _resize(layer[source], slots=slots, axis=axis), x)
+
+    def take_states(x: jax.Array) -> jax.Array:
+        return lax.map(lambda layer: layer[source], x)
+
+    linear = jax.tree.map(take_states, cache.linear)
+    cache = _by_part(functools.partial(take, slots=slots), cache)
+    return dataclasses.replace(cache, linear=linear)
 
 
 @functools.partial(jit_forward, donate_argnames=("cache",))
 def replace_cache_rows(cache: Cache, other: Cache, source: jax.Array, replaced: jax.Array) -> Cache:
-    """Puts the rows `source`, i32[B], of another cache without linear layers in the places of the
-    rows bool[B] `replaced`."""
+    """Replaces the rows bool[B] `replaced` by the rows `source`, i32[B], of another cache without
+    linear layers."""
 
     def replace(x: jax.Array, more: jax.Array, *, slots: int, axis: int) -> jax.Array:
         chosen = replaced.reshape(-1, *(1,) * (x.ndim - 2))
 
-        # Layer by layer and in place, see `_take_cache_rows`.
+        # Layer by layer and in place, see `take_cache_rows`.
         def layer(i: jax.Array, x: jax.Array) -> jax.Array:
             new = _resize(more[i][source], slots=slots, axis=axis)
             return x.at[i].set(jnp.where(chosen, new, x[i]))
@@ -203,40 +199,35 @@ def replace_cache_rows(cache: Cache, other: Cache, source: jax.Array, replaced: 
 
 @functools.partial(jit_forward, static_argnames=("slots",))
 def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
-    """Extends the cache to `slots` slots. Rows stay in place, so no data changes device."""
+    """Extends the cache to `slots` slots. Rows stay in place, so no data moves between devices."""
     cache = _by_part(functools.partial(_resize, slots=slots), state.cache)
     return dataclasses.replace(state, cache=cache)
 
 
 @functools.partial(jit_forward, static_argnames=("slots",))
 def take_rows(state: DecodeState, source: jax.Array, used: jax.Array, *, slots: int) -> DecodeState:
-    """Moves the rows `source`, i32[B], to a batch with this many slots; bool[B] `used` is False for
+    """Moves the rows `source`, i32[B], to a batch with `slots` slots; bool[B] `used` is False for
     rows that only pad the batch."""
     rows = jax.tree.map(lambda x: x[source], state.rows)
     rows = dataclasses.replace(rows, limit=jnp.where(used, rows.limit, 0))
-    return DecodeState(_take_cache_rows(state.cache, source, slots=slots), rows)
+    return DecodeState(take_cache_rows.__wrapped__(state.cache, source, slots=slots), rows)
 
 
 @functools.partial(jit_forward, donate_argnames=("state",))
 def put_rows(
     state: DecodeState, new: DecodeState, first: Segment, rows: jax.Array
 ) -> tuple[DecodeState, Segment]:
-    """Puts completions whose first tokens are drawn into rows of a batch.
-
-    Args:
-      state: the batch.
-      new: A completions, with at most as many slots.
-      first: their first tokens.
-      rows: i32[A], their rows in the batch; those from B on are left out.
+    """Puts completions that have just begun into `rows`, i32[A], of a batch; rows from B on are
+    skipped. `new` has at most as many slots as the batch.
 
     Returns:
-      The batch, and the tokens as those of its rows, with N = 1; those of other rows are 0.
+      The batch, and the first tokens in its rows; 0 in all other rows.
     """
 
     def put(x: jax.Array, more: jax.Array) -> jax.Array:
         return x.at[rows].set(more, mode="drop")
 
-    # Layer by layer and in place, see `_take_cache_rows`.
+    # Layer by layer and in place, see `take_cache_rows`.
     def put_part(x: jax.Array, more: jax.Array) -> jax.Array:
         missing = [
             (0, size - have if axis > 1 else 0)
@@ -273,14 +264,8 @@ def draw_next(
     *,
     settings: DrawSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Draws with a key per row and token, so that a completion does not depend on its batch.
-
-    Args:
-      logits: [B, V].
-      key: key[B] of the completions.
-      index: i32[B] of the token in its completion.
-      tail: i32[B, S], see `stopping`.
-      settings: how tokens are drawn.
+    """Draws tokens from logits [B, V], with a key per completion, key[B], and token index, i32[B],
+    so that a completion does not depend on its batch.
 
     Returns:
       (tokens i32[B], log-probs f32[B], the new tails, bool[B] of rows that end in a stop sequence).
@@ -291,23 +276,9 @@ def draw_next(
     return token, logprob, tail, ends_in_stop(tail, settings.stops)
 
 
-def _take_cache_rows(cache: Cache, source: jax.Array, *, slots: int) -> Cache:
-    # Layer by layer: rows that change devices are gathered from all of them, and no device has
-    # memory for a whole gathered cache.
-    def take(x: jax.Array, *, slots: int, axis: int) -> jax.Array:
-        return lax.map(lambda layer: _resize(layer[source], slots=slots, axis=axis), x)
-
-    def take_states(x: jax.Array) -> jax.Array:
-        return lax.map(lambda layer: layer[source], x)
-
-    linear = jax.tree.map(take_states, cache.linear)
-    cache = _by_part(functools.partial(take, slots=slots), cache)
-    return dataclasses.replace(cache, linear=linear)
-
-
 def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache:
-    """Applies `function(part, *parts of the others, axis=...)` to the parts of caches that have
-    slots; the axis is theirs, from the end."""
+    """Applies `function(part, *others' parts, axis=...)` to the parts of caches that have slots;
+    `axis` is the axis of the slots, counted from the end."""
 
     def apply(name: str, axis: int) -> Any:
         parts = [getattr(one, name) for one in (cache, *others)]

@@ -15,7 +15,7 @@ from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation
 
 @struct.dataclass(kw_only=True)
 class DrawSettings:
-    """Sampling parameters as arrays, so that other values reuse the compiled program."""
+    """Sampling parameters as arrays, so that all values share the compiled program."""
 
     temperature: jax.Array | None  # f32[]; None is greedy
     truncation: Truncation
@@ -36,12 +36,7 @@ def draw_settings(params: SamplingParams) -> DrawSettings:
 def draw_tokens(
     logits: jax.Array, keys: jax.Array, *, settings: DrawSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws one token per row.
-
-    Args:
-      logits: [B, V], converted to f32.
-      keys: key[B], one per row, so that a row's token does not depend on the other rows.
-      settings: temperature and truncation.
+    """Draws one token per row of logits [B, V], with a key per row, key[B].
 
     Returns:
       i32[B] tokens and f32[B] their log-probs under the distribution they were drawn from:
@@ -63,18 +58,12 @@ def draw_tokens(
 
 
 def categorical(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """Draws from unnormalised probabilities by inverting their cumulative sum.
+    """Draws tokens, i32[B], by inverting the cumulative sum of weights f32[B, V] >= 0; never one of
+    weight 0.
 
-    It draws a block of about sqrt(V) tokens first, then a token within the block. Gumbel-max needs
-    V random numbers and logarithms per row, this needs two numbers: a quarter of the time, measured
-    at V = 4096 on CPU. Each step resolves probabilities down to 2**-23.
-
-    Args:
-      weights: f32[B, V], not negative.
-      uniforms: f32[B, 2] in [0, 1).
-
-    Returns:
-      i32[B] tokens, none of weight 0.
+    A first uniform number of f32[B, 2] chooses a block of about sqrt(V) tokens, the second a token
+    in it. Gumbel-max needs V random numbers and logarithms per row and takes four times as long,
+    measured at V = 4096 on CPU. Each step resolves probabilities down to 2**-23.
     """
     rows, vocabulary = weights.shape
     size = math.isqrt(vocabulary - 1) + 1
@@ -95,11 +84,9 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def _first(hit: jax.Array) -> jax.Array:
-    """Returns the index of the first true entry of each row, or the row's length: i32[B] of
-    bool[B, N].
+    """Returns the index of the first true entry of each row of bool[B, N], or N; i32[B].
 
-    This is a single reduction. XLA on CPU runs argmax, a two-operand reduction, several times
-    slower.
+    XLA on CPU runs argmax, a reduction of two operands, several times slower than this one.
     """
     index = jnp.arange(hit.shape[-1], dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(hit, index, hit.shape[-1]), axis=-1)

@@ -1,4 +1,4 @@
-"""The start of a batch: contexts are run through the decoder, and the first tokens are drawn."""
+"""The start of a batch: runs contexts through the decoder and draws the first tokens."""
 
 from collections.abc import Sequence
 
@@ -33,11 +33,11 @@ def start_batch(
     """Computes the contexts of turns and draws the first token of every completion.
 
     Args:
-      queued: at most `rows`; either all begin with kept prefixes or none does.
+      queued: at most `rows`; either all or none begin with kept prefixes.
       request: weights and settings.
       shape: the fewest prompts to compile for, and their length; not used with prefixes.
-      rows: of the batch.
-      slots: of its cache.
+      rows: rows of the batch.
+      slots: slots of its cache.
     """
     turns = [turn for turn, _ in queued]
     prefixes = [prefix for _, prefix in queued if prefix is not None]
@@ -62,15 +62,14 @@ def _prefill(
 ) -> tuple[Cache, jax.Array, np.ndarray, np.ndarray]:
     """Runs every distinct context once; returns the cache of N contexts, the logits after them,
     their lengths i32[N], and the context of each row, i32[B]."""
-    prompts = {turn.context.tobytes(): turn.context for turn in turns}
-    count = count_bucket(max(len(prompts), shape[0]), multiple=request.shards)
-    tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
-    for row, prompt in enumerate(prompts.values()):
-        lengths[row] = len(prompt)
-        tokens[row, : len(prompt)] = prompt
-    row_of = {content: row for row, content in enumerate(prompts)}
+    row_of: dict[bytes, int] = {}
     source = np.zeros(rows, np.int32)
-    source[: len(turns)] = [row_of[turn.context.tobytes()] for turn in turns]
+    source[: len(turns)] = [row_of.setdefault(t.context.tobytes(), len(row_of)) for t in turns]
+    count = count_bucket(max(len(row_of), shape[0]), multiple=request.shards)
+    tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
+    for turn, row in zip(turns, source, strict=False):
+        lengths[row] = len(turn.context)
+        tokens[row, : lengths[row]] = turn.context
     cache, logits = prefill(
         request.weights,
         request.put(tokens),
@@ -116,9 +115,8 @@ def _gather(
     prefixes: Sequence[KeptPrefix], request: DecodeRequest, *, rows: int, slots: int
 ) -> Cache:
     """Copies kept rows into a new cache for a batch."""
-    arrays = list({id(prefix.cache): prefix.cache for prefix in prefixes}.values())
     gathered = None
-    for kept in arrays:
+    for kept in {id(prefix.cache): prefix.cache for prefix in prefixes}.values():
         source, mine = np.zeros(rows, np.int32), np.zeros(rows, bool)
         for row, prefix in enumerate(prefixes):
             if prefix.cache is kept:

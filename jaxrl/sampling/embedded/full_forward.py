@@ -1,7 +1,7 @@
 """Decoding without a KV cache: a forward pass over the whole row for every token.
 
-For models that are functions of tokens and nothing else, such as modules of `models.nnx`. The work
-grows with the square of the length.
+It serves models that are functions of tokens alone, such as modules of `models.nnx`. The work grows
+with the square of the length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,8 @@ from jaxrl.sharding.transfer import fetch
 def decode_batch_without_cache(
     turns: Sequence[Turn], request: DecodeRequest
 ) -> Iterator[Completion]:
-    """Decodes sequences together and yields completions, the shortest first.
-
-    Tokens are drawn with the random numbers of `batch_decoding.decode_turns`.
+    """Decodes sequences together and yields completions, the shortest first, with the random
+    numbers of `batch_decoding.decode_turns`.
 
     Raises:
       FloatingPointError: if the model's logits are not finite.
@@ -59,9 +58,8 @@ def decode_batch_without_cache(
     for row, turn in enumerate(turns):
         one = PartialCompletion(turn)
         one.append(out, row=row, length=int(length[row]))
-        completions.append(
-            one.finish(stopped=bool(stopped[row]), version=request.version, experts=None)
-        )
+        done = one.finish(stopped=stopped[row], version=request.version, experts=None)
+        completions.append(done)
     yield from sorted(completions, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
 

@@ -1,8 +1,7 @@
-"""The decoder with a KV cache: prefill of prompts, a decode step of one token per row, and an
-extension by several.
+"""The decoder with a KV cache: prefill of prompts, and steps of one or several tokens per row.
 
-The slot of a token is its position. Every row of the cache then has the form of a row of the
-learner, and attention adds the same numbers in the same order.
+The slot of a token is its position. A row of the cache thus has the form of a learner's row, and
+attention adds the same numbers in the same order.
 """
 
 import dataclasses
@@ -35,9 +34,9 @@ class Cache:
     """Keys and values of L layers, B rows and S slots, in the form of `to_bits`, the states of N
     linear layers, and optionally the experts that each layer chose.
 
-    For a CPU keys are stored transposed: the products of a decode step then contract a dimension
-    that is not the last one of the cache, which XLA on CPU runs fastest. On a TPU it would copy the
-    whole cache to write a token: it brings to the end of an array what is written together.
+    Keys are stored transposed for a CPU: XLA runs the products of a decode step fastest there if
+    they do not contract the cache's last dimension. For a TPU XLA moves the dimensions that are
+    written together to the end, and would copy a transposed cache to write a token.
     """
 
     # [L, B, K, head_dim, S] for a CPU, else [L, B, K, S, head_dim]. In the absorbed form of
@@ -45,7 +44,7 @@ class Cache:
     keys: jax.Array
     # [L, B, K, S, value_dim], see `pad_values`; None in the absorbed form, where they are the keys.
     values: jax.Array | None
-    # [L, B, S, k] of the layers that have some, of the smallest unsigned dtype.
+    # [L, B, S, k] of the layers with experts, in the smallest unsigned dtype.
     experts: jax.Array | None = None
     linear: LinearState | None = None  # its arrays have the layers in front: [N, B, ...]
     for_cpu: bool = struct.field(pytree_node=False, default=True)
@@ -80,8 +79,7 @@ def prefill(
       lengths: i32[B] tokens of each prompt, at least 1.
       model: the decoder.
       precision: see `sampler_precision`.
-      record_experts: whether the cache records experts, here and in `decode_step`; only for a model
-        with experts.
+      record_experts: True to record experts, here and in `decode_step`; only for a model with them.
       for_cpu: the form of the cache.
 
     Returns:
@@ -129,8 +127,8 @@ def decode_step(
     model: Model,
     precision: Precision,
 ) -> tuple[Cache, jax.Array]:
-    """Runs one more token of every row, i32[B], through the decoder; the cache holds the earlier
-    ones. Their positions, i32[B], are their slots. The other arguments are those of `prefill`.
+    """Runs one more token of every row, i32[B], at its position, i32[B], through the decoder; the
+    cache holds the earlier ones. For the other arguments see `prefill`.
 
     Returns:
       The cache with the tokens, and the next-token logits [B, V] in `precision.logits`.
@@ -151,15 +149,15 @@ def extend(
     model: Model,
     precision: Precision,
 ) -> tuple[Cache, jax.Array]:
-    """Runs more tokens of every row through the decoder, CHUNK of each row at a time.
+    """Runs more tokens of every row through the decoder, in chunks of CHUNK tokens.
 
     Args:
       params: in `precision.compute`.
-      cache: holds the tokens before `starts` of every row; what else it holds is ignored.
+      cache: holds every row's tokens before `starts`; later ones are ignored.
       tokens: i32[B, T], padded on the right to a multiple of CHUNK.
       starts: i32[B], position of each row's first token.
-      lengths: i32[B], at least 1: tokens of each row to run.
-      model: a decoder without linear layers: their states include the tokens after `starts`.
+      lengths: i32[B], number of tokens of each row to run, at least 1.
+      model: a decoder without linear layers, whose states would include tokens after `starts`.
       precision: see `sampler_precision`.
 
     Returns:
@@ -194,15 +192,14 @@ def extend(
 def _advance(
     params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, *, context: LayerContext
 ) -> tuple[Cache, jax.Array]:
-    """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 if some are linear.
-    Positions from the cache's slots on are not kept.
+    """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 with linear layers.
+    Positions beyond the cache's slots are not kept.
 
     Returns:
       The cache with the tokens, and the residual stream [B, T, D].
     """
     config, precision = context.config, context.precision
     tables = context.rope_tables(positions)
-
     rows = jnp.arange(len(tokens))[:, None]
 
     # The cache is carried and written in place: scanned over, it would be copied as a whole.
@@ -234,11 +231,10 @@ def _advance(
             cache = dataclasses.replace(cache, experts=experts)
         return (x, cache), None
 
-    def moved(x):  # other compilers than the CPU's copy weights to change their type
+    def moved(x):  # on CPU only: other compilers copy weights to change their type
         return to_bits(x) if cache.for_cpu else x
 
-    x = from_bits(moved(params["embed"])[tokens], params["embed"].dtype)
-    x = context.enter(x)
+    x = context.enter(from_bits(moved(params["embed"])[tokens], params["embed"].dtype))
 
     def numbers(group):
         return tuple(jnp.array(n, jnp.int32) for n in (group.layers, config.cache_places(group)))
@@ -263,9 +259,8 @@ def attend_cache(
     Args:
       q: [B, T, H, hd].
       cache: holds the tokens up to `positions`.
-      place: i32[] of the layer in the cache.
-      positions: i32[B, T], one after another from each row's first; padding, whose result is
-        arbitrary, may have others.
+      place: i32[], index of the layer in the cache.
+      positions: i32[B, T], consecutive in each row; results at padding are arbitrary.
       scoring: the window, scale, cap and sinks of the scores.
       precision: scores and softmax are in `accumulate`.
 
@@ -281,7 +276,7 @@ def attend_cache(
     if window is not None:
         seen &= index > positions[:, :, None] - window
     q = q.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
-    # The queries that share keys are rows of one matrix, also those of other tokens.
+    # The queries of all tokens and heads that share keys are rows of one matrix.
     q = q.reshape(batch, kv_heads, groups * length, dim)
     contract = (3, 2 if cache.for_cpu else 3)
     scores = product(q, keys, contract=contract, batch=(0, 1), precision=precision)
@@ -305,13 +300,13 @@ def _near_slots(
     *,
     precision: Precision,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reads a layer's slots that the tokens of each row may see.
+    """Reads the slots of a layer that the tokens of each row may see.
 
     Returns:
-      i32[B] the first slot; keys and values of N slots, as a layer of the cache.
+      i32[B] the first slot; keys and values of N slots, in the cache's form.
     """
     rows, slots = len(positions), cache.slots
-    # Products add the other keys in the same order, as of rows that begin there.
+    # At multiples of `step` products add the keys in the same order as from slot 0.
     step = ADDED if precision.sums == "fixed" else TILE
     back = slots if window is None else window - 1
     near = slots - (slots - back - positions.shape[1] - step + 1) // step * step
@@ -352,8 +347,7 @@ def _entries(k: jax.Array, v: jax.Array, context: LayerContext, *, for_cpu: bool
 def _write(
     cache: Cache, new: Cache, place: jax.Array, tokens: tuple[jax.Array, jax.Array]
 ) -> Cache:
-    """Writes one layer's entries of tokens, which are given by their rows, i32[B, 1], and their
-    positions, i32[B, T]."""
+    """Writes one layer's entries for tokens, given as rows, i32[B, 1], and positions, i32[B, T]."""
     rows, positions = tokens
     heads = jnp.arange(new.keys.shape[1])[None, :, None]
     at = (place, rows[:, :, None], heads, positions[:, None, :])

@@ -1,4 +1,4 @@
-"""The embedded sampler on devices of its own, asked by several threads."""
+"""The embedded sampler on its own devices, shared by several threads."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn
 class OneAtATime(Sampler):
     """A sampler that other threads use while the learner trains on other devices.
 
-    Requests follow each other: programs that two threads start on the same devices in another order
-    would wait for each other. Arrays that a request makes go to its own device: on the learner's
-    they would wait for its step.
+    Requests run one after another: programs that two threads start on the same devices in different
+    orders would deadlock. A request's arrays go to the sampler's own device: on the learner's they
+    would wait for its step.
     """
 
     def __init__(self, sampler: Sampler, device: Any) -> None:

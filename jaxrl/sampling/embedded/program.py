@@ -1,4 +1,4 @@
-"""The compiled decode step of the embedded sampler, from shapes alone: for planning."""
+"""The embedded sampler's decode step, lowered from shapes alone, for planning."""
 
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ from jaxrl.sharding.transfer import placed
 
 
 class DecodeProgram(NamedTuple):
-    """A program that decodes up to `tokens` tokens of every row."""
+    """A program that decodes up to `tokens` tokens per row."""
 
     lowered: jax.stages.Lowered
-    tokens: int  # most tokens per row
+    tokens: int
 
 
 def decode_program(
@@ -48,21 +48,15 @@ def decode_program(
       params: shapes with shardings, in the sampler's dtypes.
       rows: completions decoded together, over all devices.
       slots: capacity of a row in tokens.
-      sampling: how tokens are drawn.
+      sampling: sampling settings.
       precision: the sampler's, see `sampler_precision`.
-      layout: of the sampler's devices.
+      layout: placement on the sampler's devices.
       record_experts: true to return the experts of each token.
     """
     precision = Precision.of(precision)
     settings = draw_settings(sampling)
-    state = _state(
-        params,
-        settings,
-        (rows, slots),
-        model=model,
-        precision=precision,
-        record_experts=record_experts,
-    )
+    options: Any = {"model": model, "precision": precision, "record_experts": record_experts}
+    state = _state(params, settings, (rows, slots), **options)
     state = placed(state, _shardings(state, layout))
     floor = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
     lowered = decode_segment.lower(
@@ -72,7 +66,7 @@ def decode_program(
 
 
 def _state(
-    params: Any, settings: DrawSettings, shape: tuple[int, int], *, model: Model, **options: Any
+    params: Any, settings: DrawSettings, shape: tuple[int, int], **options: Any
 ) -> DecodeState:
     """Returns the shapes of a batch with its cache."""
 
@@ -80,9 +74,7 @@ def _state(
         rows = jnp.zeros_like(lengths)
         tail = jnp.asarray(empty_tail(shape[0], settings.stops))
         plan = RowPlan(rows, jnp.stack([rows, rows], axis=1), rows, tail)
-        held, logits = prefill.__wrapped__(
-            params, tokens, lengths, model=model, for_cpu=False, **options
-        )
+        held, logits = prefill.__wrapped__(params, tokens, lengths, for_cpu=False, **options)
         states, _ = draw_first.__wrapped__(logits, lengths, plan=plan, key=key, settings=settings)
         return DecodeState(held, states)
 
@@ -93,8 +85,8 @@ def _state(
 
 
 def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
-    """Shards a batch as the sampler's programs leave it: rows over the batch axes, and the cache's
-    heads over theirs."""
+    """Returns the shardings of a batch that the sampler's programs give it: rows over the batch
+    axes, the cache's heads over the head axes."""
     rows, heads = (layout.batch((axis,)).spec for axis in ("batch", "kv_heads"))
 
     def of_cache(path: Any, x: Any) -> NamedSharding:

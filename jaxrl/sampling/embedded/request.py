@@ -38,7 +38,7 @@ class DecodeRequest(NamedTuple):
 
     @property
     def on_cpu(self) -> bool:
-        """True if the devices are a CPU's."""
+        """True if the weights are on a CPU."""
         return next(iter(jax.tree.leaves(self.weights)[0].devices())).platform == "cpu"
 
     @property
@@ -72,14 +72,14 @@ class PartialCompletion:
         return self._length == self.turn.max_tokens
 
     def append(self, segment: Segment, *, row: int, length: int) -> None:
-        """Takes the new tokens of a row that has `length` in all."""
+        """Takes the new tokens of a row whose completion now has `length` tokens."""
         new = slice(length - self._length)
         self._tokens.append(np.asarray(segment.tokens)[new, row])
         self._logprobs.append(np.asarray(segment.logprobs)[new, row])
         self._length = length
 
     def finish(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
-        """Returns the completion; `experts` are those of its row from the context's first token.
+        """Returns the completion; `experts` are its row's, from the context's first token.
 
         Raises:
           FloatingPointError: if a log-prob is not finite.

@@ -31,15 +31,14 @@ class EmbeddedSampler(Sampler):
     """A `Sampler` that decodes with a KV cache; models other than jaxrl's decoder, without one.
 
     A completion is a function of the weights, the prompt, prompt index, sample index, sampling
-    params and seed. Other prompts of the request change it only by the rounding of matrix products
-    of another size.
+    params and seed. Other prompts of the request change it only by rounding: matrix products have
+    other sizes.
 
-    Where a request has more completions than are decoded at once, those that wait take the rows of
-    completions that have ended. A group's prompt is computed once for the completions that begin
-    together, and again for those that begin later. The turns of an episode share a `TurnCache`: if
-    it holds the beginning of a context, only the rest is computed.
+    If a request has more completions than are decoded at once, waiting ones take the rows of ended
+    ones. A group's prompt is computed once for all completions that begin together. The turns of an
+    episode share a `TurnCache`: if it holds the beginning of a context, only the rest is computed.
 
-    It compiles one program per power-of-two number of prompts or completions and per length bucket;
+    One program is compiled per power-of-two number of prompts or completions and per length bucket;
     to copy kept caches, one per pair of sizes.
     """
 
@@ -62,12 +61,12 @@ class EmbeddedSampler(Sampler):
           precision: the run's dtype policy, or its text; the sampler uses `sampler_precision` of
             it.
           version: the policy version of `params`.
-          max_batch: the most completions decoded at once. More use the machine better; each needs
-            KV cache for its tokens, 2 * layers * kv heads * head_dim numbers per token; with
+          max_batch: the most completions decoded at once. A larger batch uses the machine better;
+            each needs KV cache, 2 * layers * kv heads * head_dim numbers per token; with
             `latent=sampler`, layers * (kv_rank + rope_dim).
           layout: placement of the sampler's weights and batches on a mesh, of the learner's devices
             or of others; None leaves the weights where they are.
-          record_experts: whether completions record the experts that the layers chose.
+          record_experts: True for completions that record the experts the layers chose.
 
         Raises:
           ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, if

@@ -11,10 +11,7 @@ _NOTHING = -2  # in a tail: matches no token of a table
 
 
 def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns N stop sequences as i32[N, S], where S is the longest length.
-
-    Shorter sequences are padded at the front with a wildcard.
-    """
+    """Returns stop sequences as i32[N, S]; shorter ones are padded at the front with a wildcard."""
     longest = max(map(len, stop), default=0)
     table = np.full((len(stop), longest), _ANY, np.int32)
     for row, sequence in zip(table, stop, strict=True):
@@ -23,10 +20,8 @@ def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def empty_tail(rows: int, table: np.ndarray) -> np.ndarray:
-    """Returns the last S tokens of `rows` empty completions, i32[B, S].
-
-    They match no stop sequence: one must lie within the completion.
-    """
+    """Returns the last S tokens of `rows` empty completions, i32[B, S], which match no sequence: a
+    stop sequence must lie within the completion."""
     return np.full((rows, table.shape[1]), _NOTHING, np.int32)
 
 

@@ -11,10 +11,9 @@ from jaxrl.sampling.base import SamplingParams
 
 @struct.dataclass(kw_only=True)
 class Truncation:
-    """Truncation settings, in the order in which they apply (vLLM's).
+    """Truncation settings in the order in which they apply, as in vLLM.
 
-    A setting that is None compiles to nothing. The others are arrays, so that other values reuse
-    the compiled program.
+    None compiles to nothing. Other values are arrays, so that they share a compiled program.
     """
 
     min_p: jax.Array | None = None  # f32[], share of the largest probability
@@ -32,18 +31,11 @@ def truncation(params: SamplingParams) -> Truncation:
 
 
 def truncate(weights: jax.Array, settings: Truncation) -> jax.Array:
-    """Sets the weights of dropped tokens to 0.
+    """Sets the weights of dropped tokens to 0, without renormalising.
 
-    Each setting keeps the tokens above some threshold, which is found by binary search over its
-    bits. Tokens as probable as the last one kept are kept too, so the result does not depend on the
-    order of the vocabulary.
-
-    Args:
-      weights: f32[B, V] probabilities, scaled so that the largest of each row is 1.
-      settings: the truncation.
-
-    Returns:
-      f32[B, V], not renormalised.
+    `weights` are probabilities f32[B, V], scaled so that the largest of each row is 1. Each setting
+    keeps the tokens above a threshold, found by binary search over its bits. Tokens as probable as
+    the last one kept are kept too, so the result does not depend on the order of the vocabulary.
     """
     if settings.min_p is not None:
         weights = _above(weights, jnp.broadcast_to(settings.min_p, weights.shape[:1]))
@@ -69,10 +61,10 @@ def _above(weights: jax.Array, threshold: jax.Array) -> jax.Array:
 
 
 def _largest_threshold(weights: jax.Array, enough) -> jax.Array:
-    """Returns the largest f32 threshold in [0, 1] at which every row keeps enough, f32[B].
+    """Returns the largest threshold in [0, 1] at which a row keeps enough, f32[B]; 0 if none does.
 
-    Non-negative floats are ordered as their bits are as integers, so a binary search over the bits
-    is exact; it takes 30 passes. Returns 0 if no threshold keeps enough.
+    Non-negative floats are ordered like their bits as integers, so a binary search over the bits is
+    exact. It takes 30 passes.
     """
     one = int(np.float32(1).view(np.int32))
 

@@ -1,4 +1,4 @@
-"""Caches of turns that have ended, which the next turns of their episodes begin with."""
+"""Caches of ended turns, from which the next turns of their episodes continue."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,10 +34,7 @@ class Queued(NamedTuple):
 
 
 def take_prefix(turn: Turn, weights: Params) -> KeptPrefix | None:
-    """Empties the turn's cache; returns what was in it, or None if the turn cannot begin with it.
-
-    What no turn can begin with is freed.
-    """
+    """Empties the turn's cache; returns the content, or None if the turn cannot begin with it."""
     if turn.cache is None:
         return None
     kept, turn.cache.content = turn.cache.content, None
@@ -46,10 +43,8 @@ def take_prefix(turn: Turn, weights: Params) -> KeptPrefix | None:
 
 
 def by_array(queued: Sequence[Queued]) -> list[Queued]:
-    """Returns the turns that begin with a prefix, those with rows of one cache together.
-
-    A batch then begins with rows of few caches, and each cache is freed as early as possible.
-    """
+    """Returns the turns that begin with a prefix, grouped by cache: a batch then uses few caches,
+    and each is freed as early as possible."""
     of_cache: dict[int, list[Queued]] = {}
     for one in queued:
         if one.prefix is not None:
@@ -58,10 +53,10 @@ def by_array(queued: Sequence[Queued]) -> list[Queued]:
 
 
 class EndedRows:
-    """Rows of a batch whose completions have ended, until their arrays are kept or reused."""
+    """Ended rows of a batch, until their arrays are kept or reused."""
 
     def __init__(self, weights: Params, *, rows: int) -> None:
-        """Begins a request. The caches that its batches keep have at most `rows` rows together."""
+        """Begins a request whose batches keep at most `rows` rows in all."""
         self._weights, self._left = weights, rows
         self._ended: dict[int, tuple[TurnCache, np.ndarray]] = {}
 
@@ -78,7 +73,7 @@ class EndedRows:
             self._ended.pop(row, None)
 
     def keep(self, cache: Cache) -> None:
-        """Gives the rows of a cache that changes no more to their episodes."""
+        """Gives the rows of a finished cache to their episodes."""
         if self._ended and cache.rows <= self._left:
             self._left -= cache.rows
             for row, (kept, tokens) in self._ended.items():

@@ -15,7 +15,7 @@ _ROUNDING = 1e-4  # a log-prob above 0 by less is rounded to 0; by more it is in
 
 
 class VllmScorer:
-    """Asks vLLM servers for their log-probs of given tokens, under whatever weights they hold."""
+    """Requests log-probs of given tokens from vLLM servers, under the weights they hold."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class VllmScorer:
 
         Args:
           urls: addresses of the servers, such as http://127.0.0.1:8000.
-          max_positions: the longest sequence that the model takes, in tokens.
+          max_positions: the model's longest sequence, in tokens.
           vocab_size: number of the model's tokens.
           max_requests: concurrent requests per server.
           timeout: seconds after which a request is sent again.
@@ -49,8 +49,8 @@ class VllmScorer:
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Computes the log-probs of given tokens in one forward pass per sequence.
 
-        They are those at temperature 1 without truncation: vLLM computes no others for a prompt,
-        and one token's log-prob does not determine its value at another temperature.
+        They are at temperature 1 without truncation: vLLM computes no others for a prompt, and one
+        token's log-prob does not determine its value at another temperature.
 
         Returns:
           For each sequence, i32[T], its f32[T]: entry t is log p(tokens[t] | tokens[:t]). Entry 0
@@ -59,8 +59,8 @@ class VllmScorer:
 
         Raises:
           ValueError: if a sequence is empty, too long or outside the vocabulary.
-          SamplerError: if a server does not answer after several attempts, or its weights must not
-            score.
+          SamplerError: if a server does not answer after several attempts, or its weights are not
+            the ones to score with.
         """
         turns = check_turns(
             [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)],
@@ -83,7 +83,7 @@ class VllmScorer:
     ) -> np.ndarray:
         """Requests the log-probs of a sequence, f32[T]; NaN for its first token.
 
-        `check` raises for a name of weights that must not score; `model` names an adapter.
+        `check` raises if given the label of other weights than intended; `model` names an adapter.
         """
         known = turn.context[: self._max_positions - 1].tolist()
         settings = {

@@ -2,8 +2,8 @@
 
 Requests queue in the client, not in a server: each server gets at most `max_requests` concurrent
 requests, over connections that stay open. The next request goes to the least-loaded server, so a
-slow server gets fewer. A request that continues a prefix goes to the server that has it in its
-cache, unless that server has many more requests than the others.
+slow server gets fewer. A request that continues a prefix goes to the server that has the prefix in
+its cache, unless that server has many more requests than the others.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ from jaxrl.sampling.base import ClosedError
 
 _PATH = "/inference/v1/generate"
 _ATTEMPTS, _FIRST_WAIT = 4, 0.5  # three retries, after 0.5, 1 and 2 seconds
-# vLLM 0.33 answers so, with status 503, during a weight sync that drains or aborts requests; 0.32
-# queues new requests.
+# In vLLM 0.33's status 503 during a weight sync that drains or aborts requests; 0.32 queues them.
 _PAUSED, _PAUSE_WAIT = "Generation is paused", 0.05
 
 T = TypeVar("T")
@@ -43,16 +42,16 @@ class UnpublishedWeightsError(SamplerError):
 class Router:
     """A load balancer for servers that serve the same weights.
 
-    A server that fails gets no more requests until `use` names it again; its requests are retried
-    on the others. When all servers have failed, all that `use` named last are tried again, and
-    requests fail after a few attempts. Other servers get no requests: they may hold weights of
-    steps that were rolled back.
+    A failed server gets no more requests until `use` names it again; its requests are retried on
+    the others. When all servers have failed, all that `use` named last are tried again, and
+    requests fail after a few attempts. No other server is used: it may hold weights of steps that
+    were rolled back.
     """
 
     def __init__(
         self, urls: Sequence[str], *, max_requests: int, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        """Makes the router without connecting; arguments and errors are those of `VllmScorer`."""
+        """Makes the router without connecting; arguments and errors as in `VllmScorer`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
@@ -78,8 +77,8 @@ class Router:
         """Posts a request for tokens and returns `read` of the response's text; queues and retries.
 
         `read` raises UnpublishedWeightsError if the server must not be used. `about` is the subject
-        of error messages. The server that got the last request with the first affinity key is
-        preferred; later requests with any of the keys prefer the server of this one.
+        of error messages. The server of the last request with the first affinity key is preferred;
+        later requests with any of the keys prefer this request's server.
 
         Raises:
           SamplerError: if a server refuses the request, or no server answers it.
@@ -97,8 +96,8 @@ class Router:
                         if self._fail_over(url):
                             continue
                         raise
-                # A restarted server does not know the route or the adapter (404). One whose engine
-                # has died answers 500 until it ends, faster than any other could.
+                # A restarted server does not know the route or the adapter (404). A server whose
+                # engine has died answers 500, and faster than the others, until it exits.
                 if status in (0, 404, 500) and self._fail_over(url):
                     continue
             if status == 503 and _PAUSED in text and time.monotonic() < patience:
@@ -111,10 +110,8 @@ class Router:
 
     def use(self, urls: Sequence[str]) -> None:
         """Sends requests to these servers only. Requests in flight at others are retried, because a
-        server that stays paused would hold them until the timeout.
-
-        Clears the prefix affinity: new weights invalidate the servers' caches.
-        """
+        paused server would hold them until the timeout. Prefix affinity is cleared: new weights
+        invalidate the servers' caches."""
         with self._changed:
             self._current = self._healthy = set(urls)
             self._affinity.clear()
@@ -134,10 +131,10 @@ class Router:
             client.close()
 
     def _exchange(self, url: str, content: str) -> tuple[int, str]:
-        """Returns the status and text of a server's response; 0 and the error if there is none.
+        """Returns the status and text of a server's response; 0 and the error without one.
 
-        A request whose connection breaks is sent once more: the server may have closed an idle
-        connection, which is no failure of the server.
+        A request whose connection breaks is sent once more: a healthy server may close an idle
+        connection.
         """
         note = functools.partial(self._note, url)
         send = functools.partial(
@@ -178,7 +175,7 @@ class Router:
                 self._changed.wait()
             if self._closed.is_set():
                 raise ClosedError("the sampler was closed")
-            # A server that has just failed gets the retry only if there is no other.
+            # The server that has just failed gets the retry only if no other is free.
             chosen = self._select([url for url in free if url != failed] or free, keys)
             self._last_used[chosen] = next(self._numbers)
             self._affinity |= dict.fromkeys(keys, chosen)
@@ -199,8 +196,8 @@ class Router:
         return min(free, key=lambda url: (self._loads[url], self._last_used[url]))
 
     def _fail_over(self, url: str) -> bool:
-        """Marks a server as failed; returns whether another is left. If none is, all count as
-        healthy again."""
+        """Marks a server as failed; returns True if another is left. Otherwise all count as healthy
+        again."""
         with self._changed:
             others = self._healthy - {url}
             left = bool(others) and not self._closed.is_set()

@@ -22,7 +22,7 @@ from jaxrl.sampling.vllm.router import SamplerError, UnpublishedWeightsError
 
 
 class _Served(NamedTuple):
-    """A published version: of the servers' weights, or of an adapter to them."""
+    """A published version of the servers' weights, or of an adapter to them."""
 
     version: int
     adapter: str | None = None
@@ -30,7 +30,7 @@ class _Served(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """A completion that an aborted request has begun."""
+    """The part of a completion that an aborted request has returned."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -39,7 +39,7 @@ class _Partial(NamedTuple):
 
 
 class _HttpRequest(NamedTuple):
-    """One HTTP request: for the completions of turns with equal contexts, or to continue one."""
+    """One HTTP request: for completions of turns with equal contexts, or to continue one."""
 
     turns: Sequence[Turn]
     seed: int
@@ -49,7 +49,7 @@ class _HttpRequest(NamedTuple):
 
 
 class VllmSampler(VllmScorer, Sampler):
-    """Asks vLLM servers.
+    """Samples from vLLM servers.
 
     Completions are reproducible if the server's numerics do not depend on its load: a retry sends
     the same token ids and seed. Each completion is yielded once. Log-probs that the server omits,
@@ -67,9 +67,8 @@ class VllmSampler(VllmScorer, Sampler):
         headers: Mapping[str, str] | None = None,
         routed_layers: int = 0,
     ) -> None:
-        """Makes the client as `VllmScorer` does. `routed_layers` is the number of the model's last
-        layers whose experts completions record, which the servers must then report; 0 records
-        none."""
+        """Makes the client as `VllmScorer` does. Completions record the experts of the model's last
+        `routed_layers` layers, which the servers must then report."""
         super().__init__(
             urls,
             max_positions=max_positions,
@@ -89,10 +88,10 @@ class VllmSampler(VllmScorer, Sampler):
     def use_version(
         self, version: int, *, urls: Sequence[str], adapter: str | None = None, session: str = ""
     ) -> None:
-        """Samples from a policy version from now on, at the servers that serve it; failed ones
-        among them get requests again. The version is that of the adapter, else of the weights.
+        """Samples from a policy version from now on, at the servers that serve it; failed servers
+        among them get requests again. With an adapter, `version` is the adapter's.
 
-        Weights that a learner of another session published are refused, if one is given."""
+        If a session is given, weights published by another session's learner are refused."""
         self._router.use(urls)
         self._served = _Served(version, adapter, session)
 
@@ -163,7 +162,7 @@ class VllmSampler(VllmScorer, Sampler):
 
 
 def _follows(turn: Turn, before: Turn) -> bool:
-    """Tells whether a turn is the next completion of the same context."""
+    """Returns True if a turn is the next completion of the same context."""
     same = (turn.prompt_index, turn.max_tokens) == (before.prompt_index, before.max_tokens)
     next_ = turn.sample_index == before.sample_index + 1
     return same and next_ and np.array_equal(turn.context, before.context)
@@ -207,7 +206,7 @@ def _parse_choices(text: str, request: _HttpRequest) -> list[dict[str, Any]]:
 
 
 def _parse_version(label: str, served: _Served) -> int:
-    """Returns the policy version of weights that a server names "version@session"."""
+    """Returns the policy version of weights with the label "version@session"."""
     version, _, session = label.partition("@")
     if not (version.isascii() and version.isdigit()):
         raise UnpublishedWeightsError(
@@ -215,14 +214,14 @@ def _parse_version(label: str, served: _Served) -> int:
         )
     if served.session not in ("", session):
         raise UnpublishedWeightsError(
-            f"the server samples from weights {label!r} of another learner; those of this run end "
+            f"the server samples from weights {label!r} of another learner; labels of this run end "
             f"with @{served.session}"
         )
     return int(version)
 
 
 def _check_scored(label: str, *, served: _Served) -> None:
-    # The name of an adapter is its version; the weights below it have a version of their own.
+    # The label is the version of the weights, which differs from an adapter's version.
     version = _parse_version(label, served)
     if version != served.version and served.adapter is None:
         raise SamplerError(
@@ -239,10 +238,8 @@ def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
     logprobs += [math.nan] * (len(tokens) - len(logprobs))
     versions = [0] * len(tokens)
     for span in choice.get("weight_versions") or ():
-        length = span["end"] - span["start"]
-        versions[span["start"] : span["end"]] = [
-            _parse_version(span["version"], request.served)
-        ] * length
+        version = _parse_version(span["version"], request.served)
+        versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])
     if request.served.adapter is not None:
         versions = [request.served.version] * len(tokens)
     before = request.partial
@@ -253,14 +250,15 @@ def _read_experts(
     choice: Mapping[str, Any], before: np.ndarray | None, *, tokens: int, layers: int
 ) -> np.ndarray | None:
     """Reads the experts of a choice whose prompt and completion have `tokens` token ids, in the
-    last `layers` of the model: the first ones may be dense, and are reported, too.
+    last `layers` of the model; the server also reports the first ones, which may be dense.
 
     `routed_experts` is base64 of a .npy file, [tokens - 1, L, k] unsigned: the last token was never
-    run through the model. `before` are those of the part that it continues: they drew its tokens,
-    and the server has computed that part again with newer weights. None if nothing was run.
+    run through the model. `before`, the experts of the part that the choice continues, are kept:
+    that part was sampled with them, but has been recomputed with newer weights. Returns None if
+    nothing was run.
 
     Raises:
-      SamplerError: if the server did not record them, or not those of all tokens.
+      SamplerError: if the server did not record the experts of all tokens.
     """
     text = choice.get("routed_experts")
     if text is None and not choice["token_ids"]:
@@ -299,10 +297,10 @@ def _completion(
 
 
 def _stop_sequence_end(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int | None:
-    """Returns the end of the first stop sequence of several tokens, if there is one.
+    """Returns the end of the first stop sequence of several tokens, or None.
 
-    vLLM stops at single token ids only. Its stop strings are matched as text, and text does not
-    determine tokens.
+    vLLM stops at single token ids only. Its stop strings match text, which does not determine
+    tokens.
     """
     ends = (
         i
