@@ -1,7 +1,7 @@
 """Metrics of sampled completions: diversity, repetition, lengths and entropy.
 
 All are functions of token ids and log-probs, and take milliseconds. Diversity is measured across
-prompts: a policy that has learnt a task gives one completion to one prompt, and collapse means that
+prompts: a policy that has learnt a task may always give a prompt the same completion; in a collapse
 completions no longer depend on the prompt.
 """
 
@@ -21,12 +21,12 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
     Returns:
       "diversity/distinct", distinct 3-grams / 3-grams over the first completion of every prompt
-      (distinct-n of arXiv:1510.03055); "diversity/identical", share of completions that equal
-      another one of their prompt; "diversity/repetition", 1 - distinct 3-grams / 3-grams in a
-      completion's last 256 tokens, a mean; "entropy/sampled", nats per token, the mean of -log p of
-      the sampled tokens, an unbiased estimate of the sampler's entropy; "groups/sampled", number of
-      prompts; quantiles "/min", "/p10", "/p50", "/p90", "/max" of "reward" (where known) and of
-      "completion_length" in tokens.
+      (distinct-n of arXiv:1510.03055); "diversity/identical", share of completions identical to
+      another of their prompt; "diversity/repetition", mean of 1 - distinct 3-grams / 3-grams in a
+      completion's last 256 tokens; "entropy/sampled", mean -log p of the sampled tokens in nats, an
+      unbiased estimate of the sampler's entropy; "groups/sampled", number of prompts; quantiles
+      "/min", "/p10", "/p50", "/p90", "/max" of "reward" (where known) and of "completion_length" in
+      tokens.
     """
     groups = by_group(rollouts).values()
     ids = [rollout.completion for rollout in rollouts]
@@ -46,16 +46,14 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def distinct(sequences: Sequence[np.ndarray]) -> float:
-    """Computes distinct 3-grams / 3-grams over sequences of token ids, each i[T].
-
-    A shorter sequence counts as one gram. The result is 1 without any gram.
-    """
+    """Computes distinct 3-grams / 3-grams over sequences of token ids, each i[T]; 1 without any. A
+    shorter sequence counts as one gram."""
     grams = [gram for ids in sequences for gram in _grams(ids)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def identical(groups: Sequence[Sequence[np.ndarray]]) -> float:
-    """Computes the share of completions, each i[T], that equal another one of their group."""
+    """Computes the share of completions, each i[T], identical to another of their group."""
     same = total = 0
     for group in groups:
         completions = [ids.tobytes() for ids in group]

@@ -1,4 +1,4 @@
-"""Alarms: the findings of all rules on a run, after each step or over a finished run's metrics."""
+"""Alarms: findings of all rules, after each step of a run or over a finished run's metrics."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.rules import RULES
 
-# `not_finite` compares nothing, and `kl_spike` compares them with the first of them.
+# `not_finite` compares nothing; `kl_spike` compares the first steps with each other.
 _FROM_THE_FIRST_STEP = {"not_finite", "kl_spike"}
 
 
@@ -24,24 +24,17 @@ class Alarm(NamedTuple):
 
 
 def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int]) -> list[Alarm]:
-    """Applies all rules to the newest step. `raised` has the step of each rule's last alarm: it is
-    silent for a window after that."""
+    """Applies all rules to the newest step. `raised` has the step of each rule's last alarm; the
+    rule is silent for a window after it."""
     silent = {name for name, step in raised.items() if history.step <= step + limits.window}
     if history.step <= limits.warmup:
         silent |= RULES.keys() - _FROM_THE_FIRST_STEP
-    judging = {name: rule for name, rule in RULES.items() if name not in silent}
-    findings = ((name, rule.find(history, limits)) for name, rule in judging.items())
-    window_ago = history.step - limits.window
-    return [
-        Alarm(
-            name,
-            history.step,
-            max(0, window_ago if found.since is None else min(window_ago, found.since)),
-            *found[:3],
-        )
-        for name, found in findings
-        if found is not None
-    ]
+    alarms, window_ago = list[Alarm](), history.step - limits.window
+    for name, rule in RULES.items():
+        if name not in silent and (found := rule.find(history, limits)) is not None:
+            healthy = window_ago if found.since is None else min(window_ago, found.since)
+            alarms.append(Alarm(name, history.step, max(0, healthy), *found[:3]))
+    return alarms
 
 
 def replay_alarms(entries: Iterable[Mapping[str, Any]], limits: Limits) -> list[Alarm]:

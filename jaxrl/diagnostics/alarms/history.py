@@ -16,7 +16,7 @@ class Series(NamedTuple):
 
 
 class History:
-    """Time series of all metrics, which grow at the end.
+    """Time series of all metrics.
 
     Attributes:
       step: of the newest entry.
@@ -81,10 +81,8 @@ class History:
         return np.array(values[max(0, end - count) : end])
 
     def last(self, name: str, count: int) -> np.ndarray:
-        """Returns the last values including the newest step's, f64[count].
-
-        The result is empty if the newest step has no value, or if there are fewer values.
-        """
+        """Returns the last values including the newest step's, f64[count]; empty if that step has
+        none, or if there are fewer values."""
         steps, values = self.series(name)
         if len(values) < count or steps[-1] != self.step:
             return np.array([])

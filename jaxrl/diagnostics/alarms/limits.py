@@ -1,15 +1,15 @@
-"""The thresholds that the alarm rules compare with."""
+"""Thresholds of the alarm rules."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The thresholds of the alarm rules: healthy runs raise no alarm with them
-    (docs/operating.md, "False alarms and hits")."""
+    """Thresholds of the alarm rules, with which healthy runs raise no alarm (docs/operating.md,
+    "False alarms and hits")."""
 
-    warmup: int = 20  # the first steps, which later ones are compared with
-    window: int = 20  # steps to compare with, and silence after an alarm
+    warmup: int = 20  # first steps, with which later ones are compared
+    window: int = 20  # steps to compare with, and steps of silence after an alarm
     kl_factor: float = 5.0  # times the window's median
     kl_floor: float = 0.1  # nats per token; a smaller KL never raises an alarm
     gradient_factor: float = 5.0  # times the window's median

@@ -1,7 +1,7 @@
 """Alarm rules: signs that training goes wrong, as functions of the metrics.
 
-A rule reads a `History` and returns a `Finding` or None. Its docstring begins with the condition,
-which `Cause` shows. Later steps are compared with the first `warmup` steps.
+A rule reads a `History` and returns a `Finding` or None. Its docstring begins with the condition
+that `Cause` shows. Later steps are compared with the first `warmup` steps.
 """
 
 import bisect
@@ -28,8 +28,8 @@ _SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 )
 def kl_spike(history: History, limits: Limits) -> Finding | None:
     """KL above {kl_factor} x the median of the last {window} steps, and above {kl_floor} nats per
-    token. In steps 10 to {warmup}, while the task is not solved: a mean reward clearly below that
-    of the first two steps, or not above it at a KL above {kl_floor}."""
+    token. In steps 10 to {warmup}, while the task is not solved: a mean reward clearly below the
+    first two steps', or not above it at a KL above {kl_floor}."""
     if history.step <= limits.warmup:
         return _no_rise(history, limits)
     value, before = history.at("kl", history.step), history.before("kl", limits.window)
@@ -70,9 +70,9 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
     """Gradient norm above {gradient_factor} x its median over the last {window} steps in which some
     group had different rewards, and above {gradient_floor}.
 
-    A nearly solved task has few such steps, and almost no gradient in the others. Without any, the
-    first steps serve. The median is at least a quarter of the first steps', so that recovery from
-    nothing is no spike.
+    A nearly solved task has few such steps, and almost no gradient in the others; without any, the
+    first steps are used. The median counts as at least a quarter of theirs, so that recovery from a
+    vanishing gradient does not count as a spike.
     """
     value, first = history.at("grad_norm", history.step), history.first("grad_norm", limits.warmup)
     before = _norms_with_variance(history, limits.window) or list(first)
@@ -91,8 +91,7 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
     keys=("reward.path", "loss.kl", "loss.entropy", "sampling.temperature"),
 )
 def diversity(history: History, limits: Limits) -> Finding | None:
-    """Share of distinct 3-grams across prompts: below {distinct_factor} x that of the first
-    steps."""
+    """Share of distinct 3-grams across prompts: below {distinct_factor} x the first steps'."""
     noun = "distinct 3-grams"
     return _fallen(history, limits, "diversity/distinct", limits.distinct_factor, noun)
 
@@ -135,8 +134,7 @@ def repetition(history: History, limits: Limits) -> Finding | None:
     keys=("reward.overlong_buffer", "sampling.max_tokens", "loss.aggregation", "loss.kl"),
 )
 def length_limit(history: History, limits: Limits) -> Finding | None:
-    """Share of truncated completions at least {truncated_share}, and 0.3 above that of the first
-    steps."""
+    """Share of truncated completions at least {truncated_share}, and 0.3 above the first steps'."""
     share, usual = _means(history, limits, "completion/truncated", limits.short)
     limit = max(limits.truncated_share, usual + 0.3)
     text = f"{share:.0%} of the completions are truncated, {usual:.0%} in the first steps"
@@ -149,7 +147,7 @@ def length_limit(history: History, limits: Limits) -> Finding | None:
     keys=("reward.path", "loss.kl", "optimizer.learning_rate"),
 )
 def length_zero(history: History, limits: Limits) -> Finding | None:
-    """Completions shorter than {length_factor} x those of the first steps."""
+    """Completions shorter than {length_factor} x the first steps'."""
     noun = "tokens a completion"
     return _fallen(history, limits, "completion_length", limits.length_factor, noun)
 
@@ -161,8 +159,8 @@ def length_zero(history: History, limits: Limits) -> Finding | None:
     keys=("loss.entropy", "loss.clip_high", "optimizer.learning_rate", "loss.kl"),
 )
 def entropy(history: History, limits: Limits) -> Finding | None:
-    """Entropy of the sampled tokens below {entropy_factor} x that of the first steps, while the
-    task is not solved."""
+    """Entropy of the sampled tokens below {entropy_factor} x the first steps', while the task is
+    not solved."""
     noun = "nats of entropy a token"
     found = _fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
     return None if _solved(history, limits) else found
@@ -224,7 +222,7 @@ def zero_variance(history: History, limits: Limits) -> Finding | None:
 )
 def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
     """Spread of whole completions' log-ratios, before any update, in three probes: above
-    {mismatch_nats} nats and twice that of the first three.
+    {mismatch_nats} nats and twice the mean of the first three.
 
     The early warning of arXiv:2510.26788.
     """
@@ -240,7 +238,7 @@ def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
 )
 def phantom(history: History, limits: Limits) -> Finding | None:
     """Share of tokens that are clipped because of arithmetic alone, in three probes: above
-    {phantom_share}, or above a fifth of it and twice that of the first three."""
+    {phantom_share}, or above a fifth of it and twice the mean of the first three."""
     steps, values = history.present("probe/phantom")
     noun = "of all tokens are phantom clips"
     if len(steps) >= _PROBES and (mean := fmean(values[-_PROBES:])) > limits.phantom_share:
@@ -273,12 +271,11 @@ def not_finite(history: History, limits: Limits) -> Finding | None:
 
 
 def _no_rise(history: History, limits: Limits) -> Finding | None:
-    """Mean reward of the last five steps clearly below that of the first two, or not above it while
-    their mean KL is above `kl_floor`: updates too large to improve the policy.
+    """Mean reward of the last five steps clearly below the first two's, or not above it while their
+    mean KL is above `kl_floor`: updates too large to improve the policy.
 
-    A fall counts from four standard errors, which the differences of successive steps estimate. A
-    run has ten steps to rise. A solved task needs no rise, nor does a policy that learns from a
-    teacher.
+    A fall counts from four standard errors, estimated from differences of successive steps. A run
+    has ten steps to rise. A solved task needs no rise, and neither does a policy with a teacher.
     """
     rewards = np.array(history.series("reward").values)
     taught = "kl/teacher" in history.names
@@ -316,8 +313,8 @@ def _norms_with_variance(history: History, count: int) -> list[float]:
 def _solved(history: History, limits: Limits) -> bool:
     """Returns True if the recent mean reward is in the top tenth of the range of rewards.
 
-    Certainty and identical completions are then the goal. The range begins at the lowest tenth of
-    the first steps' completions, so that a single large penalty does not make the rest look good.
+    Certainty and identical completions are then the goal. The range begins at the first steps' 10th
+    percentile, so that a single large penalty does not make the rest look good.
     """
     worst = history.first("reward/p10", limits.warmup)
     rewards = history.last("reward", limits.short)

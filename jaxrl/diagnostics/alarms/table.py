@@ -15,15 +15,14 @@ class Finding(NamedTuple):
     value: float  # of the metric that the rule judges
     limit: float  # that the value crossed
     text: str  # both in words
-    since: int | None = None  # newest step before the problem, if maybe more than a window ago
+    since: int | None = None  # newest step before the problem, if it may precede the window
 
 
 Find = Callable[[History, Limits], Finding | None]
 
 
 class Cause(NamedTuple):
-    """The explanation of an alarm, as the run's log, the help of `[alarms]` and docs/operating.md
-    show it."""
+    """The explanation of an alarm in the log, the help of `[alarms]` and docs/operating.md."""
 
     title: str  # the alarm in a few words
     condition: str  # with the default limits
@@ -40,7 +39,7 @@ class Rule(NamedTuple):
 
 def rule(title: str, *, causes: str, keys: tuple[str, ...]) -> Callable[[Find], Rule]:
     """Makes a `Rule` of a function. The first paragraph of its docstring is the condition, with
-    names of `Limits` in braces; the arguments are those of `Cause`."""
+    names of `Limits` in braces; for the arguments see `Cause`."""
 
     def make(find: Find) -> Rule:
         condition = " ".join((inspect.getdoc(find) or "").split("\n\n")[0].split())

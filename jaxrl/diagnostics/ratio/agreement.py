@@ -1,6 +1,6 @@
 """Disagreement of two programs about the log-probs of the same tokens at the same weights.
 
-The policy did not move, so the whole log-ratio is beta and every clipped token is a phantom.
+As the policy did not move, the whole log-ratio is beta and every clipped token is a phantom.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ _FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 def agreement_metrics(tokens: LogRatio, *, low: float, high: float) -> dict[str, float]:
     """Computes all metrics of the disagreement of `tokens.learner` and `tokens.sampler`.
 
-    A token is clipped on one side only, by the sign of its advantage. The sign is taken as unknown,
-    so each token counts twice, once with either sign. PPO clips ratios below 1 - low and above
-    1 + high. There must be at least one token.
+    The sign of a token's advantage decides on which side it is clipped. The sign is taken as
+    unknown, so each token counts twice, once with either sign. PPO clips ratios below 1 - low and
+    above 1 + high. There must be at least one token.
 
     Returns:
       The metrics of `split_log_ratio`, with the whole log-ratio as beta; "phantom_low" and

@@ -14,14 +14,11 @@ _RAREST = 1e-6  # lowest probability on the axes
 
 
 def draw(ratios: Mapping[str, LogRatio], *, title: str, low: float, high: float) -> Figure:
-    """Draws the log-ratios of tokens, by the name of what was measured.
+    """Draws named sets of log-ratios as a figure, which a notebook shows and `savefig` writes.
 
     The upper row has a panel for each name with every token's probability by learner and sampler.
     The lower row shows how a sequence's log-ratio grows with its length, and the mean |alpha| and
     |beta| by the token's probability. PPO clips ratios below 1 - low and above 1 + high.
-
-    Returns:
-      A figure, which a notebook shows and `figure.savefig` writes.
     """
     columns = max(2, len(ratios))
     figure = Figure(figsize=(3.4 * columns, 7.6), layout="constrained")

@@ -1,8 +1,8 @@
 """The log-ratio in three parts, with the sampler's engine scoring the tokens again.
 
-`split_log_ratio` computes the shadow in JAX, so differences between vLLM and JAX at the same dtype
-count as alpha. Here the sampler also scores the tokens with the weights that it serves now, the
-*replay*, and the log-ratio splits into
+`split_log_ratio` computes the shadow in JAX, so differences between vLLM and JAX in the same dtype
+count as alpha. Here the sampler also scores the tokens with its current weights, the *replay*, and
+the log-ratio splits into
 
     learner - sampler = (learner - shadow) + (shadow - replay) + (replay - sampler)
                       =       dtype        +      engine       +      policy
@@ -50,8 +50,8 @@ def replay_batch(
 
 
 def log_ratio_parts(split: Split, *, replay: np.ndarray) -> dict[str, float]:
-    """Computes `moments` of the parts "dtype", "engine" and "policy" of the log-ratio, in nats.
-    `replay` is that of `replay_batch`; an action token counts if it has all four log-probs."""
+    """Computes `moments` of the log-ratio's parts "dtype", "engine" and "policy", in nats, over
+    action tokens with all four log-probs. `replay` is the result of `replay_batch`."""
     scores = (split.learner, split.shadow, replay, split.sampler)
     a, b, c, d = (x[split.action_mask].astype(np.float64) for x in scores)
     known = ~np.isnan(c - d)

@@ -1,8 +1,8 @@
-"""Difference that the shapes of arrays alone make in the learner's log-probs.
+"""Differences in the learner's log-probs that are due to the shapes of arrays alone.
 
-XLA chooses the order of additions by shape, so the log-probs of a sequence depend on the length of
-its row and on what it is packed with, unless sums are fixed. Beta below this noise cannot be
-had by a change of dtypes.
+XLA chooses the order of additions by shape. Unless sums are fixed, the log-probs of a sequence thus
+depend on the length of its row and on its neighbours. No change of dtypes brings beta below this
+noise.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def shape_noise(
     shape: MinibatchShape,
     scores: np.ndarray,
 ) -> np.ndarray:
-    """Scores a microbatch again in `longer_rows`. The rollouts are those of a minibatch with this
+    """Scores a microbatch again in `longer_rows`. The rollouts are packed into a minibatch of this
     shape, whose log-probs by `score` (see `Learner.score`) are `scores`, f32[N, T].
 
     Returns:

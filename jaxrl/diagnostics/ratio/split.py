@@ -69,17 +69,17 @@ class Split(NamedTuple):
 def split(learner: Learner, minibatch: Minibatch, *, params: Any) -> Split:
     """Scores a minibatch with the learner and its shadow, in two forward passes.
 
-    The sampler's log-probs are those that the rollouts hold; any sampler may have recorded them.
-    With several processes all must call it.
+    The sampler's log-probs come with the rollouts; any sampler may have recorded them. With several
+    processes all must call it.
 
     Args:
-      learner: its functions are used as they are if they are compiled, and otherwise compiled with
-        `jaxrl.jit`. Under a policy with `sums=fixed`, compile them yourself.
+      learner: functions that are not compiled yet are compiled with `jaxrl.jit`. With `sums=fixed`
+        in the precision, compile them yourself.
       minibatch: as for `Learner.step`.
       params: the learner's parameters, at the moment to diagnose: alpha is their distance from the
         weights that sampled the tokens.
     """
-    # Without the scores of the loss, so that the program is the one that made them.
+    # Without the loss's scores this is the program that computed them, compiled already.
     bare, batch = dataclasses.replace(minibatch, anchor=None, reference=None), minibatch.batch
     scored = {
         "learner": _compiled(learner.score)(params, bare),
