@@ -1,8 +1,8 @@
 """Publishing of LoRA adapters alone, through vLLM's own interface.
 
-Every version is a directory in PEFT's format and an adapter with a new name: vLLM keys its prefix
-cache by name and path, and requests in flight finish with the adapter they started with. The frozen
-base weights reach each server once, through a `WeightPublisher`.
+Every version is a directory in PEFT's format and an adapter with a new name, because vLLM keys its
+prefix cache by name and path. Requests in flight finish with the adapter they started with. The
+frozen base weights reach each server once, through a `WeightPublisher`.
 """
 
 import contextlib
@@ -22,24 +22,19 @@ from jaxrl.huggingface import peft
 from jaxrl.models.lora import Adapted
 
 PublishBase = Callable[[Sequence[VllmServer], WeightSource, int], None]
-"""Publishes the base weights to some servers as a version; raises as `WeightPublisher.publish`."""
+"""Publishes a version of the base weights to some servers; raises as `WeightPublisher.publish`."""
 
 
 class Delivery(NamedTuple):
-    """A way to the servers for the directory of each version.
+    """A way to the servers for the directory of each version."""
 
-    Attributes:
-      root: an existing directory; each version gets a directory below it.
-      send: (directory, version) -> server -> the directory on that server's host; raises as
-        `bridge.store.publisher.bring`.
-    """
-
-    root: Path
+    root: Path  # existing; each version gets a directory below it
+    # (directory, version) -> server -> directory on that server's host; raises as `bring`
     send: Callable[[Path, int], Callable[[VllmServer], PurePath]]
 
 
 def in_place(root: Path) -> Delivery:
-    """Returns the way to servers that see `root` under the same path."""
+    """Returns the delivery to servers that see `root` under the same path."""
     return Delivery(root.resolve(), lambda directory, _: lambda _: directory)
 
 
@@ -60,14 +55,13 @@ class AdapterPublisher:
         """Makes the publisher without connecting.
 
         Args:
-          servers: that get the adapters.
-          delivery: of each version to the servers' hosts.
-          specs: of the adapters and of the base weights.
+          servers: receive the adapters.
+          delivery: brings each version to the servers' hosts.
+          specs: specs of the adapters and the base weights.
           base: path of the base model, recorded in the adapter's files.
           wire: dtype in which adapters and weights are sent.
-          publish_base: called with the servers that do not hold the base weights, for instance
-            after a restart.
-          keep: versions to keep, because requests may still name them.
+          publish_base: called with the servers that lack the base weights, such as restarted ones.
+          keep: number of versions to keep, because requests may still name them.
         """
         self._servers, (self._root, self._send) = servers, delivery
         self._specs, self._base, self._wire = specs, base, wire
@@ -83,7 +77,7 @@ class AdapterPublisher:
           The adapter's name, which requests give as their model, and the timings.
 
         Raises:
-          RefusedError: every server refused. All continue to serve the adapters they have.
+          RefusedError: every server refused and continues with the adapters it has.
           UnavailableError: no server answers.
           PoisonedError: as `publish_base`.
         """

@@ -34,36 +34,36 @@ class WeightSource(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields name and full host array of every tensor. The array must not change afterwards:
-        it is copied while the next ones are fetched."""
+        """Yields the name and full host array of every tensor. The array must not change
+        afterwards: it is copied while the next tensors are fetched."""
         ...
 
 
 class LearnerIdentity(NamedTuple):
     """Identity of a learner. A server takes weights from one learner at a time."""
 
-    name: str  # of a run; a resumed run has the same, and may connect again
+    name: str  # of the run; a resumed run has the same name and may connect again
     session: str  # random, of one process; an earlier process of the same run is refused
-    replaces: str = ""  # name of a learner that it takes servers over from
+    replaces: str = ""  # name of the learner whose servers it takes over
 
 
 def new_learner(name: str | None = None, *, replaces: str = "") -> LearnerIdentity:
-    """Returns the identity of this process in a run, by default in a run of its own."""
+    """Returns a new identity for this process in the run `name`, by default in its own run."""
     own = f"process {os.getpid()} on {socket.gethostname()}"
     return LearnerIdentity(own if name is None else name, secrets.token_hex(8), replaces)
 
 
 class Timings(NamedTuple):
-    """Seconds spent in each part of a publish; of several servers the slowest counts."""
+    """Seconds spent in each part of a publish; the slowest of several servers counts."""
 
     write: float = 0.0
-    fetch: float = 0.0  # by the agent on a server's host, which samples meanwhile
+    fetch: float = 0.0  # by the agent on a server's host, while the server samples
     pause: float = 0.0
     load: float = 0.0
     resume: float = 0.0
 
 
-# Prefixes of the engine's error messages, by which the client of the server recognises them.
+# Prefixes of the engine's error messages; the server's client recognises them.
 REFUSED, POISONED = "bridge refused:", "bridge poisoned:"
 
 

@@ -1,7 +1,7 @@
 """Manifest of a payload: its learner and version, and name, shape and location of every tensor.
 
-It marks the payload as complete: a writer removes it before it changes a byte and writes it last.
-So a directory without one is never loaded, and if its `generation` changes during a load, the bytes
+It marks the payload as complete: a writer removes it before changing a byte and writes it last. A
+directory without a manifest is never loaded. If its `generation` changes during a load, the bytes
 may have changed as well.
 """
 
@@ -25,7 +25,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _KEYS = {"format", "version", "learner", "tensors"}
 _MAX_BYTES = 64 << 20  # of a manifest file; 250 bytes a tensor
 _MAX_NAME = 1000  # characters of a name
-_MAX_COUNT = 2**63  # a size in a file is below it
+_MAX_COUNT = 2**63  # every size in a file is below it
 _SHOWN = 200  # characters of an invalid value in a message
 
 
@@ -33,8 +33,8 @@ class ManifestError(ValueError):
     """The payload must not be loaded; the message names the tensor or the field."""
 
 
-class Entry(NamedTuple):
-    """One tensor of a payload; the first three fields are those of its `TensorSpec`."""
+class ManifestEntry(NamedTuple):
+    """One tensor of a payload; the first three fields are its `TensorSpec`."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,14 +44,14 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Contents of a payload, as tensors, with the learner's policy version, 0 or more."""
+    """Tensors of a payload, with the learner and its policy version."""
 
-    version: int
+    version: int  # 0 or more
     learner: LearnerIdentity
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
 
 
-def tensor_bytes(tensor: TensorSpec | Entry) -> int:
+def tensor_bytes(tensor: TensorSpec | ManifestEntry) -> int:
     """Returns the size of a tensor in bytes."""
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
@@ -68,12 +68,12 @@ def dump(manifest: Manifest) -> str:
     )
 
 
-def parse(text: str) -> Manifest:
+def parse_manifest(text: str) -> Manifest:
     """Reads the text of a manifest file; raises ManifestError if `dump` could not have written the
     text, a dtype is unknown, a file name leaves the directory, or a tensor occurs twice."""
     try:
         raw = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the digits of an integer are limited, too
+    except (ValueError, RecursionError) as error:  # an integer may have too many digits
         raise ManifestError(f"the manifest is not JSON: {error}") from None
     if not isinstance(raw, dict) or raw.keys() != _KEYS:
         raise ManifestError(f"the manifest must have exactly the keys {', '.join(sorted(_KEYS))}")
@@ -95,7 +95,7 @@ def parse(text: str) -> Manifest:
 
 
 def parse_learner(raw: Any) -> LearnerIdentity:
-    """Reads what `LearnerIdentity._asdict` returned; raises ManifestError for anything else."""
+    """Reads the result of `LearnerIdentity._asdict`; raises ManifestError for anything else."""
     if (
         not isinstance(raw, dict)
         or raw.keys() != set(LearnerIdentity._fields)
@@ -111,15 +111,15 @@ def parse_learner(raw: Any) -> LearnerIdentity:
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a payload; raises ManifestError if it is missing, too large or invalid,
-    or not a regular file."""
+    """Reads the manifest of a payload; raises ManifestError if it is missing, too large, invalid or
+    not a regular file."""
     path = directory / FILE
     try:
         with open(path, "rb", opener=open_regular) as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise ManifestError(f"{path} is larger than {_MAX_BYTES:,} bytes")
-        return parse(content.decode())
+        return parse_manifest(content.decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
 
@@ -135,8 +135,8 @@ def generation(directory: Path) -> tuple[int, int] | None:
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Opens a file for `open`; raises OSError for a link, a FIFO or anything but a regular file.
-    Opening a FIFO would wait for a writer."""
+    """Opens a file for `open`; raises OSError for anything but a regular file, such as a link."""
+    # O_NONBLOCK: opening a FIFO would wait for a writer.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -144,7 +144,7 @@ def open_regular(path: str, flags: int) -> int:
     raise OSError("not a regular file")
 
 
-def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> None:
+def check_tensors(entries: Sequence[ManifestEntry], expected: Sequence[TensorSpec]) -> None:
     """Checks that a manifest has exactly the tensors that a model needs; raises ManifestError if a
     tensor is missing, unexpected, or of another shape or dtype."""
     needed, held = {spec.name: spec for spec in expected}, {entry.name for entry in entries}
@@ -163,10 +163,10 @@ def check_tensors(entries: Sequence[Entry], expected: Sequence[TensorSpec]) -> N
             raise ManifestError(f"{entry.name}: dtype {entry.dtype}; expected {spec.dtype}")
 
 
-def _entry(item: Any) -> Entry:
-    if not isinstance(item, dict) or item.keys() != set(Entry._fields):
+def _entry(item: Any) -> ManifestEntry:
+    if not isinstance(item, dict) or item.keys() != set(ManifestEntry._fields):
         raise ManifestError(
-            f"a tensor of the manifest must have the keys {', '.join(Entry._fields)}: "
+            f"a tensor of the manifest must have the keys {', '.join(ManifestEntry._fields)}: "
             f"{_shown(item)}"
         )
     name, shape, dtype = item["name"], item["shape"], item["dtype"]
@@ -182,16 +182,16 @@ def _entry(item: Any) -> Entry:
         )
     if not is_count(item["offset"]):
         raise ManifestError(f"{name}: the offset must be an integer of at least 0")
-    return Entry(**item)._replace(shape=tuple(shape))
+    return ManifestEntry(**item)._replace(shape=tuple(shape))
 
 
 def is_file_name(value: Any) -> bool:
-    """Tells whether a value is the name of a file that stays in its directory and is not hidden."""
+    """Tells whether a value is a file name without directories and not hidden."""
     return isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None
 
 
 def is_count(value: Any) -> bool:
-    """Tells whether a value is an integer of at least 0 that a file can hold."""
+    """Tells whether a value is an integer of at least 0 and below 2**63."""
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 

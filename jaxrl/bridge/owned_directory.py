@@ -1,8 +1,8 @@
-"""Directories that belong to a living process, and what killed processes left in shared places.
+"""Directories that belong to a living process, and removal of those that killed processes left.
 
 An owned directory holds a lock file that its owner keeps locked. The kernel releases the lock when
-the owner and every process that inherited it have ended, however they ended. Process ids would not
-do: containers that share /dev/shm do not see each other's processes, and ids are used again.
+the owner and every process that inherited it have ended, even by SIGKILL. Process ids would not do:
+containers that share /dev/shm do not see each other's processes, and ids are used again.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
-"""Directory of the files that lie in memory, for processes of one machine."""
+"""Directory of files in memory, shared by the processes of one machine."""
 LOCK = "lock"
 BELONGINGS = "belongings"
-"""File of an owned directory: files beside the directory that end with it, a line `inode name`
-for each."""
+"""File of an owned directory: a line `inode name` for each file beside the directory that goes with
+it."""
 
 _PREFIX = "jaxrl-owned-"
 
 
 class OwnedDirectory(contextlib.AbstractContextManager["OwnedDirectory"]):
-    """A new directory, readable by its user only, that ends with its `with` block or is removed
-    after its owner was killed.
+    """A new directory, readable by its user only; removed at the end of its `with` block, or later
+    if its owner is killed.
 
     Attributes:
       path: the directory.
@@ -32,7 +32,7 @@ class OwnedDirectory(contextlib.AbstractContextManager["OwnedDirectory"]):
     """
 
     def __init__(self, parent: Path) -> None:
-        """Makes the directory below `parent`, and removes those of killed processes."""
+        """Makes the directory below `parent`; removes directories of killed processes there."""
         _remove_leftovers(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -79,12 +79,13 @@ def _remove_leftover(directory: Path) -> None:
 
 
 def _locked(descriptor: int, directory: Path) -> bool | None:
-    """Locks the lock file of a directory and tells whether it holds; None without locks."""
+    """Locks a directory's lock file. Returns False if another process holds it or the directory is
+    gone, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system has no locks, so nothing is judged by them
+    except OSError:
         return None
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(directory / LOCK))
@@ -92,8 +93,8 @@ def _locked(descriptor: int, directory: Path) -> bool | None:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a locked directory and its belongings, the lock last, so that a kill in between
-    leaves something that is recognised."""
+    """Removes a locked directory and its belongings; the lock last, so that a later process still
+    recognises the directory if this one is killed in between."""
     with contextlib.suppress(OSError):
         for line in (directory / BELONGINGS).read_text(errors="replace").splitlines():
             inode, _, name = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Writes the tensors of a source to the file of a payload, and maps files."""
+"""Writes the tensors of a source to a payload's file, and maps files into memory."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.bridge import manifest
 from jaxrl.bridge.base import TensorSpec, WeightSource
-from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+from jaxrl.bridge.manifest import Manifest, ManifestEntry, ManifestError
 from jaxrl.bridge.safetensors_file import SafetensorsFile
 
 _THREADS = 2  # they saturate the memory's bandwidth; copying releases the GIL
@@ -89,13 +89,13 @@ def write_manifest(directory: Path, content: Manifest) -> None:
 class MappedTensor(NamedTuple):
     """A tensor of a payload, mapped into memory."""
 
-    entry: Entry
+    entry: ManifestEntry
     data: np.ndarray  # u8[N], not copied
 
 
 def resolve(root: Path, payload: str) -> Path:
-    """Returns the directory of a payload; raises ManifestError if it is not an existing directory
-    below the root after following links."""
+    """Returns the directory of a payload, links followed; raises ManifestError if it is not an
+    existing directory below the root."""
     shown = repr(payload)[:200]
     try:
         directory = (root / payload).resolve()
@@ -110,7 +110,7 @@ def resolve(root: Path, payload: str) -> Path:
     return directory
 
 
-def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor]:
+def open_tensors(directory: Path, entries: Sequence[ManifestEntry]) -> list[MappedTensor]:
     """Maps the files and locates every tensor without reading it; raises ManifestError if a file is
     a link, cannot be opened or is too short."""
     files = {name: _map(directory / name) for name in dict.fromkeys(e.file for e in entries)}
@@ -128,8 +128,8 @@ def open_tensors(directory: Path, entries: Sequence[Entry]) -> list[MappedTensor
 
 
 def map_writable(path: Path, nbytes: int) -> np.ndarray:
-    """Maps a file of u8[N], which is made if it is missing. Its memory is reused, because new pages
-    cost more than a copy. Raises OSError if there is too little."""
+    """Maps a file of u8[N]; creates it if it is missing, and else reuses its memory, because new
+    pages cost more than a copy. Raises OSError if there is too little memory."""
     if not nbytes:
         path.write_bytes(b"")
         return np.zeros(0, np.uint8)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import Entry, tensor_bytes
+from jaxrl.bridge.manifest import ManifestEntry, tensor_bytes
 
 _TO_FORMAT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FROM_FORMAT = {code: dtype for dtype, code in _TO_FORMAT.items()}
@@ -26,7 +26,7 @@ class SafetensorsFile(NamedTuple):
 
     name: str  # in the payload's directory
     header: bytes  # before the first tensor
-    entries: tuple[Entry, ...]  # its tensors, in order
+    entries: tuple[ManifestEntry, ...]  # its tensors, in order
     nbytes: int  # of the whole file
 
 
@@ -40,17 +40,18 @@ def plan_file(specs: Sequence[TensorSpec], *, name: str = "model.safetensors") -
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    found = [Entry(*spec, name, len(header) + end) for spec, end in zip(specs, ends, strict=False)]
+    found = [
+        ManifestEntry(*spec, name, len(header) + end)
+        for spec, end in zip(specs, ends, strict=False)
+    ]
     return SafetensorsFile(name, header, tuple(found), len(header) + ends[-1])
 
 
 def read_specs(directory: Path) -> list[TensorSpec]:
     """Reads names, shapes and dtypes of all tensors of a safetensors checkpoint.
 
-    Skips the rotary buffers of old exports, as `models.huggingface` does.
-
-    Raises:
-      ValueError: if there is no safetensors file, or one is invalid or holds another dtype.
+    Skips the rotary buffers of old exports, as `jaxrl.huggingface` does. Raises ValueError if there
+    is no safetensors file, or one is invalid or holds another dtype.
     """
     listing = directory / "model.safetensors.index.json"
     if listing.exists():
@@ -70,10 +71,10 @@ def read_specs(directory: Path) -> list[TensorSpec]:
 def _read_header(file: Path) -> list[TensorSpec]:
     try:
         with safe_open(file, framework="numpy") as tensors:
-            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return [
-                TensorSpec(name, tuple(part.get_shape()), _FROM_FORMAT[part.get_dtype()])
-                for name, part in parts.items()
-            ]
+            parts = [(name, tensors.get_slice(name)) for name in tensors.keys()]  # noqa: SIM118
+        return [
+            TensorSpec(name, tuple(part.get_shape()), _FROM_FORMAT[part.get_dtype()])
+            for name, part in parts
+        ]
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{file} is not a safetensors file of known dtypes: {error!r}") from None

@@ -20,7 +20,7 @@ from jaxrl.bridge.swap import WeightPublisher
 class SharedMemoryPublisher(WeightPublisher):
     """Publishes to servers on the same host.
 
-    Two slots, each a safetensors file with its manifest, are written in turn, so that none is
+    Two slots, each a safetensors file with its manifest, are written in turn, so that no slot is
     written while a server may read it. They occupy twice the weights' size in the wire dtype until
     `close`. Slots that a killed learner of the same user left behind are removed.
     """
@@ -33,8 +33,7 @@ class SharedMemoryPublisher(WeightPublisher):
         self._root = (self._owned.path / "slots").resolve()
         self._root.mkdir()
         self._file: SafetensorsFile | None = None
-        # Directories with the bytes of their file. They stay mapped: allocating new pages costs
-        # more than copying.
+        # Directory and bytes of each file, which stays mapped: new pages cost more than copying.
         self._slots = deque[tuple[Path, np.ndarray]]()
         try:
             super().__init__(servers, str(self._root), **connection)

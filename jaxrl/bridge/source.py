@@ -26,17 +26,15 @@ _AHEAD = 1
 class ParamsSource:
     """A `WeightSource` over the learner's parameters.
 
-    Tensors are unstacked from the layers, cast on the device and gathered from the mesh one by one,
-    so a device holds at most two of them besides the parameters (the experts of a layer count as
+    Tensors are unstacked from the layers, cast on the device and gathered from the mesh one by one.
+    So a device holds at most two of them besides the parameters (the experts of a layer count as
     one), and none where nothing must be cast or gathered. On a CPU the yielded arrays are the
-    device's, so those that the caller keeps count as well. Do not donate the parameters before
+    device's, so the arrays that the caller keeps count as well. Do not donate the parameters before
     iteration ends. With several processes all must iterate, in the same order.
 
     `share` = (index, count) divides the tensors into `count` parts of about equal size and yields
-    those of one; the others are gathered on the devices, but not fetched to the host.
-
-    Raises:
-      ValueError: if the parameters are not those of the specs.
+    one part; the other parts are gathered on the devices, but not fetched to the host. Raises
+    ValueError if parameters and specs do not have the same names.
     """
 
     def __init__(
@@ -69,8 +67,8 @@ class ParamsSource:
             yield from _fetch(*ahead.popleft())
 
     def _take(self) -> Iterator[tuple[ParamSpec, list[str], Any]]:
-        """Yields what is fetched at once: a parameter, the names of a layer's tensors, none if
-        another process fetches them, and the layer."""
+        """Yields each layer of each parameter: the parameter's spec, the names of the layer's
+        tensors, empty if another process fetches them, and the tensors in one array."""
         for (array, part, dtype), own in zip(self._parts, self._own, strict=True):
             prepare = _prepare(array, part, dtype)
             for i, (names, mine) in enumerate(zip(_layers(part), own, strict=True)):
@@ -85,8 +83,8 @@ def _layers(part: ParamSpec) -> list[list[str]]:
 
 
 def _divide(parts: Sequence[ParamSpec], index: int, count: int) -> list[list[bool]]:
-    """Returns for each layer of each parameter whether it belongs to a part. The next one goes to
-    the part that has the fewest numbers so far."""
+    """Gives each layer to the part that has the fewest numbers so far; returns, by parameter and
+    layer, True for the layers of part `index`."""
     loads = [0] * count
     found = list[list[bool]]()
     for part in parts:
@@ -100,7 +98,7 @@ def _divide(parts: Sequence[ParamSpec], index: int, count: int) -> list[list[boo
 
 def _fetch(part: ParamSpec, names: list[str], array: Any) -> Iterator[tuple[str, np.ndarray]]:
     if not names:
-        jax.block_until_ready(array)  # or gathers would pile up on the devices
+        jax.block_until_ready(array)  # otherwise gathers would pile up on the devices
         return
     yield from zip(names, np.asarray(array).reshape(-1, *part.tensor_shape), strict=True)
 

@@ -45,12 +45,10 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
             directory of the agent on each server's host.
           wire: dtype of the published tensors.
           sampler: dtype that the servers compute in.
-          in_flight: what happens to requests in flight.
-          learner: identity of the learner; by default this process is one of its own.
+          in_flight: treatment of requests in flight.
+          learner: identity of the learner; by default a new one.
 
-        Raises:
-          RefusedError: if a server takes weights from a learner that this one does not replace, or
-            computes in another dtype than `sampler`.
+        Raises RefusedError as `VllmServer.connect`.
         """
         self._servers = servers
         self._learner = learner or new_learner()
@@ -59,8 +57,8 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
             server.connect(root=root, wire=wire.name, sampler=sampler.name, learner=self._learner)
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
-        """Returns once every healthy server, at least one, serves `version`. Servers keep sampling
-        while it is written.
+        """Returns once every healthy server, and at least one, serves `version`. Servers keep
+        sampling while it is written.
 
         Raises:
           RefusedError: every server refused and serves its old version.
@@ -85,11 +83,12 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives up what the publisher holds; servers keep the weights they have loaded."""
+        """Frees the publisher's memory or storage; servers keep the weights they have loaded."""
 
     @abc.abstractmethod
     def _write(self, source: WeightSource, *, version: int) -> Any:
-        """Writes a payload; returns its directory's name below the root, or what `_bring` takes."""
+        """Writes a payload; returns its directory's name below the root, or an argument of
+        `_bring`."""
 
     def _swap(self, update: Callable[[VllmServer], Timings]) -> Timings:
         return swap_weights(self._servers, update)
@@ -97,7 +96,6 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
     def _bring(self, server: VllmServer, payload: Any) -> str:
         """Brings a written payload to a server that still samples; returns its directory's name
         below the server's root."""
-        del server
         return payload
 
 

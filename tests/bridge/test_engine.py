@@ -205,7 +205,7 @@ CORRUPT = {
     "short": (cut_file, "needs"),
     "link": (link_file, "cannot be mapped"),
     "unfinished": (lambda d: (d / manifest.FILE).unlink(), "cannot be read"),
-    "foreign": (edit(lambda m: m._replace(learner=OTHER)), "those of learner 'another run'"),
+    "foreign": (edit(lambda m: m._replace(learner=OTHER)), "come from learner 'another run'"),
     "nested": (nest, "not JSON"),
     "list": (list_dtype, "dtype ['float32']"),
     "name": (edit_entry(NORM, name="x" * 5000), "has the name 'xxx"),

@@ -14,10 +14,10 @@ from hypothesis import given, settings, strategies as st
 
 from jaxrl.bridge import manifest, payload, safetensors_file
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+from jaxrl.bridge.manifest import Manifest, ManifestEntry, ManifestError
 from tests.bridge.cases import LEARNER, ListSource, write_payload
 
-ENTRY = Entry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64)
+ENTRY = ManifestEntry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64)
 TEXT = manifest.dump(Manifest(7, LEARNER, (ENTRY, ENTRY._replace(name="b"))))
 EXPECTED = [TensorSpec("a.weight", (2, 3), "bfloat16"), TensorSpec("b", (2, 3), "bfloat16")]
 HOSTILE = st.one_of(
@@ -62,9 +62,9 @@ def test_mutated_manifests_are_refused_or_read(where: int, value: Any, how: str)
         container.append(value)
     # Python prints no integer of so many digits; other programs do.
     text = json.dumps(raw, default=str) if value != [10**4000] else TEXT.replace("2", "2" * 5000)
-    found = read_or_refuse(lambda: manifest.parse(text))
+    found = read_or_refuse(lambda: manifest.parse_manifest(text))
     if found is not None:
-        assert manifest.parse(manifest.dump(found)) == found
+        assert manifest.parse_manifest(manifest.dump(found)) == found
         read_or_refuse(lambda: manifest.check_tensors(found.entries, EXPECTED))
 
 
@@ -83,7 +83,7 @@ def test_mutated_bytes_are_refused_or_read(
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "1" * 5000, TEXT[:-1] + ",}"])
 def test_manifest_must_be_json(text: str) -> None:
     with pytest.raises(ManifestError, match="not JSON"):
-        manifest.parse(text)
+        manifest.parse_manifest(text)
 
 
 def fifo(file: Path) -> None:
@@ -137,10 +137,10 @@ def test_many_tensors_and_duplicates_take_linear_time() -> None:
     start = time.process_time()
     file = safetensors_file.plan_file(specs)
     text = manifest.dump(Manifest(1, LEARNER, file.entries))
-    manifest.check_tensors(manifest.parse(text).entries, specs)
+    manifest.check_tensors(manifest.parse_manifest(text).entries, specs)
     twice = manifest.dump(Manifest(1, LEARNER, (file.entries[0],) * count))
     with pytest.raises(ManifestError, match="occurs twice"):
-        manifest.parse(twice)
+        manifest.parse_manifest(twice)
     assert time.process_time() - start < 30  # quadratic time took minutes
 
 

@@ -8,16 +8,16 @@ import pytest
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import TensorSpec
-from jaxrl.bridge.manifest import Entry, Manifest, ManifestError
+from jaxrl.bridge.manifest import Manifest, ManifestEntry, ManifestError
 from jaxrl.bridge.owned_directory import MEMORY
 from tests.bridge.cases import LEARNER
 
-ENTRY = Entry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64)
+ENTRY = ManifestEntry("a.weight", (2, 3), "bfloat16", "model.safetensors", 64)
 
 
 def test_round_trip() -> None:
     written = Manifest(7, LEARNER, (ENTRY, ENTRY._replace(name="b", shape=(), offset=76)))
-    assert manifest.parse(manifest.dump(written)) == written
+    assert manifest.parse_manifest(manifest.dump(written)) == written
 
 
 def test_every_manifest_is_a_new_generation() -> None:
@@ -67,7 +67,7 @@ def broken(**changes: object) -> str:
 )
 def test_invalid_manifests_are_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(ManifestError, match=named):
-        manifest.parse(text)
+        manifest.parse_manifest(text)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_invalid_manifests_are_refused_by_name(text: str, named: str) -> None:
         ((ENTRY._replace(dtype="float16"),), r"a\.weight: dtype float16; expected bfloat16"),
     ],
 )
-def test_mismatched_tensors_are_refused_by_name(entries: tuple[Entry, ...], named: str) -> None:
+def test_mismatched_tensors_are_refused_by_name(
+    entries: tuple[ManifestEntry, ...], named: str
+) -> None:
     expected = [TensorSpec("a.weight", (2, 3), "bfloat16")]
     manifest.check_tensors((ENTRY,), expected)
     with pytest.raises(ManifestError, match=named):

@@ -11,12 +11,12 @@ from hypothesis import given, strategies as st
 
 from jaxrl.bridge import payload
 from jaxrl.bridge.base import WeightSource
-from jaxrl.bridge.manifest import Entry
+from jaxrl.bridge.manifest import ManifestEntry
 from jaxrl.bridge.safetensors_file import plan_file
 from tests.bridge.cases import ListSource
 
 
-def write(source: WeightSource, out: Any, *, batch_bytes: int) -> tuple[Entry, ...]:
+def write(source: WeightSource, out: Any, *, batch_bytes: int) -> tuple[ManifestEntry, ...]:
     """Writes to a stand-in for an array, whose `__setitem__` sees every part."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(payload, "_BATCH_BYTES", batch_bytes)

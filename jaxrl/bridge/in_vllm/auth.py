@@ -40,15 +40,11 @@ async def respond(send: Send, status: int, body: Any) -> None:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to requests without the key, except health and metrics, and
-    403 to those that a browser sends for a web page of another origin."""
+    """ASGI middleware: answers 401 to requests without the key, except health and metrics, and 403
+    to requests that a browser sends for a web page of another origin."""
 
     def __init__(self, app: App) -> None:
-        """Reads the key from the environment.
-
-        Raises:
-          KeyError, ValueError: if it is not set or empty.
-        """
+        """Reads the key from the environment; raises KeyError or ValueError without one."""
         if not os.environ[KEY]:
             raise ValueError(f"{KEY} is empty; set it to a secret")
         self._app = app
@@ -77,8 +73,8 @@ class RequireKey:
 
 
 def _is_foreign(scope: Message) -> bool:
-    """Tells whether a browser sent the request for a page of another server. Other clients send no
-    Origin."""
+    """Tells whether a browser sent the request for a page of another server."""
+    # Other clients send no Origin.
     own = [scheme + host for scheme in _SCHEMES for host in header_values(scope, b"host")]
     return any(origin not in own for origin in header_values(scope, b"origin"))
 

@@ -1,9 +1,8 @@
 """Weight-transfer engine of the bridge; runs inside vLLM and never imports jax.
 
 `plugin` registers it for `--weight-transfer-config '{"backend": "jaxrl"}'`. One call of
-`update_weights` does everything: it checks the whole manifest, then opens, loads and closes the
-model. So no forward pass sees a half-loaded model, paused or not, and a refused payload changes
-nothing.
+`update_weights` checks the whole manifest, then opens, loads and closes the model. So no forward
+pass sees a half-loaded model, paused or not, and a refused payload changes nothing.
 """
 
 import itertools
@@ -44,7 +43,7 @@ _CORRECTION = ".e_score_correction_bias"
 class InitInfo(WeightTransferInitInfo):
     """Announcement of a learner that connects."""
 
-    root: str  # directory of all payloads; "" for the one of this host's agent
+    root: str  # directory of all payloads; "" for the directory of this host's agent
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
     learner: dict[str, str]  # fields of `LearnerIdentity`
@@ -69,7 +68,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _root: Path | None = None
     _version = -1
     _expected: tuple[TensorSpec, ...] = ()
-    _loaded = _unnamed = False  # weights without the version that they belong to
+    _loaded = _unnamed = False  # unnamed: vLLM does not report the version of these weights yet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Begins without a learner; the arguments are vLLM's."""
@@ -87,12 +86,11 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return UpdateInfo(**update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connects a learner. One that restarts may start at any version.
+        """Connects a learner, which may start at any version.
 
-        Raises:
-          ValueError: with `REFUSED` if another learner is connected, the dtypes disagree, the
-            server reports other log-probs than those of the sampling distribution, the root is not
-            a directory, or the model was not loaded from a local safetensors checkpoint.
+        Raises ValueError with `REFUSED` if another learner is connected, the dtypes disagree, the
+        server's log-probs are not those of the sampling distribution, the root is not a directory,
+        or the model was not loaded from a local safetensors checkpoint.
         """
         with _refusing("connecting"):
             learner = manifest.parse_learner(init_info.learner)
@@ -132,7 +130,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
           ValueError: with `REFUSED` if the payload is refused; the model is unchanged.
           RuntimeError: with `POISONED` if loading failed or the payload was written to during the
-            load, so that the weights may be mixed, or if the payload is refused and an earlier
+            load, so that the weights may be mixed. Also if the payload is refused and an earlier
             publish has left weights without a version.
         """
         with self._unchanged(f"version {_shown(update_info.version)}"):
@@ -151,8 +149,8 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._version, self._loaded = update_info.version, True
 
     def finish_weight_update(self) -> None:
-        """Notes that vLLM gives the weights their version. It never fails: that would leave vLLM's
-        session open forever."""
+        """Records that vLLM gives the weights their version. It must not fail, because that would
+        leave vLLM's session open forever."""
         if self._loaded:
             self._loaded = self._unnamed = False
 
@@ -196,12 +194,12 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with _opened(self.model, self.model_config):
             self.model.load_weights(itertools.chain.from_iterable(map(_divided, tensors)))
         if sinks := [tensor for tensor in tensors if tensor.entry.name.endswith(".sinks")]:
-            # Their loader copies them past the functions that the reload watches.
+            # Their loader bypasses the functions that the reload watches.
             self.model.load_weights(map(_to_torch, sinks))
             _renew_sinks(self.model)
         for module in self.model.modules():
             if self._tied and isinstance(module, ParallelLMHead):
-                # A tied head gets no weights of its own and would keep its packed copy of the old.
+                # A tied head gets no weights itself and would keep its packed copy of the old ones.
                 module.quant_method.process_weights_after_loading(module)
 
     @property
@@ -213,8 +211,8 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             specs = read_specs(Path(self.model_config.model))
         except ValueError as error:
             raise ValueError(f"{error}; serve a local checkpoint directory") from error
-        # The learner has neither the second copy of a tied head, layers for multi-token prediction
-        # nor those that read images, and keeps corrections of routers in f32.
+        # The learner has no second copy of a tied head, no layers for multi-token prediction and no
+        # vision layers. It keeps the corrections of routers in f32.
         left_out = "lm_head.weight" if self._tied else None
         layers = self.model_config.hf_text_config.num_hidden_layers
         behind = (f"model.layers.{layers}.", "mtp.", "model.visual.")
@@ -227,11 +225,8 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 @contextmanager
 def _opened(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[None]:
-    """Opens the model for vLLM's layerwise reload and closes it afterwards.
-
-    After an error every layer has either its old or its new weights, so the engine survives until
-    a complete payload comes.
-    """
+    """Opens the model for vLLM's layerwise reload and closes it afterwards. After an error every
+    layer has its old or its new weights, so the engine survives until a complete payload comes."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
@@ -263,7 +258,7 @@ def _refusing(what: str) -> Iterator[None]:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:_SHOWN]
-    except Exception:  # integers of too many digits have no representation
+    except Exception:  # such as an integer of too many digits
         return f"a {type(value).__name__}"
 
 
@@ -276,8 +271,8 @@ def _renew_sinks(model: torch.nn.Module) -> None:
 
 
 def _divided(tensor: MappedTensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a tensor; one for each expert if it holds those of gpt-oss. Its loader copies a whole
-    one past the functions that the reload watches, and passes single ones to them."""
+    """Yields a tensor; gpt-oss's experts one by one, because its loader passes only single experts
+    to the functions that the reload watches."""
     name, whole = _to_torch(tensor)
     layer, experts, kind = name.partition(".mlp.experts.")
     if not experts or "." in kind:

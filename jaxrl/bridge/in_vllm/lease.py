@@ -1,8 +1,8 @@
 """Watch over publishes; runs inside vLLM's API server.
 
 A learner that is killed during a publish leaves the server paused, and vLLM reports good health.
-Here every publish has a lease: if it makes no request for that long, the server resumes with its
-old weights, or reports ill health if some of them were replaced.
+So every publish has a lease. If it makes no request for that long, the server resumes with its old
+weights, or reports ill health if some of them were replaced.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SECONDS = "JAXRL_LEASE"
 HEADER = "X-Jaxrl-Learner"
 """Header with the learner's identity, in every request that changes a server."""
 
-_DEFAULT = 30.0  # a learner makes the requests of a publish one right after the other
+_DEFAULT = 30.0  # a learner makes the requests of a publish without a break
 _CONNECT, _DISCONNECT = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 _PAUSE, _RESUME = "/pause", "/resume"
@@ -53,9 +53,9 @@ class Lease:
             raise ValueError(f"{SECONDS} = {text!r} must be a number of seconds above 0")
         self._owner: str | None = None  # header of the learner that connected last
         self._open = self._expired = False  # the publish
-        self._loaded = self._unnamed = False  # weights without the version that they belong to
-        self._fault = ""  # why the server is ill
-        self._busy = 0  # requests of the publish that have no response yet
+        self._loaded = self._unnamed = False  # as in `BridgeEngine`
+        self._fault = ""  # reason of ill health
+        self._busy = 0  # requests of the publish without a response so far
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -95,7 +95,7 @@ class Lease:
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
-            await self._task  # or the server would resume after this pause
+            await self._task  # otherwise the server would resume after this pause
         self._open, self._expired = True, False
         before = self._unnamed
         if path == _UPDATE:
@@ -112,8 +112,8 @@ class Lease:
             self._busy -= 1
             if path == _UPDATE:
                 self._loaded = status == 200
-                # Both mean: before a weight was touched.
                 found = marker(text)
+                # Either way no weight was touched.
                 refused = found == REFUSED or (found is None and 400 <= status < 500)
                 self._unnamed = before if refused else True
             if path == _FINISH and status == 200 and self._loaded:
@@ -137,7 +137,9 @@ class Lease:
             _log.error("%s", self._fault)
         else:
             _log.warning("%s; resuming, because no weight has changed", silence)
-            self._task = asyncio.ensure_future(self._resume(scope))  # kept, or it may be collected
+            self._task = asyncio.ensure_future(
+                self._resume(scope)
+            )  # kept from the garbage collector
 
     async def _resume(self, scope: Message) -> None:
         changes: dict[str, Any] = {"method": "POST", "path": _RESUME, "headers": []}

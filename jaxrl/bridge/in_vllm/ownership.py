@@ -3,19 +3,19 @@
 from jaxrl.bridge.base import LearnerIdentity
 
 TAKE_OVER = "JAXRL_TAKE_OVER"
-"""Environment variable of a learner: the name of the one that it replaces."""
+"""Environment variable of a learner: the name of the learner that it replaces."""
 
 
 class ForeignError(ValueError):
-    """The request comes from another learner; the message names the one that the server has."""
+    """The request comes from another learner; the message names the server's learner."""
 
 
 class Ownership:
     """Admits one learner at a time.
 
-    A learner keeps the server until it disconnects. Another process of the same run may take its
-    place, since a run resumes after it was killed; any other learner must name the one it replaces.
-    A process that was replaced stays out, or two learners would take turns unnoticed.
+    A learner keeps the server until it disconnects. A resumed process of the same run may take its
+    place; any other learner must name the one it replaces. A replaced process stays out, otherwise
+    two learners would take turns unnoticed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Ownership:
         if learner != self._learner:
             held = "nobody" if self._learner is None else repr(self._learner.name)
             raise ForeignError(
-                f"these weights are those of learner {learner.name!r}, session {learner.session}; "
+                f"these weights come from learner {learner.name!r}, session {learner.session}; "
                 f"the server takes weights from {held}"
             )
 

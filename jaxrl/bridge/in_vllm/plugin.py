@@ -21,10 +21,9 @@ def register() -> None:
 
 
 def _nap_while_waiting() -> None:
-    """Leaves the cores to the processes that compute, the learner's among them.
+    """Makes vLLM's engine and worker sleep while they wait for each other.
 
-    vLLM's engine and worker spin while they wait for each other, and for a second after each
-    message, which is for machines whose processors have nothing else to do.
+    They would spin, also for a second after each message, on cores that the learner needs.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 

@@ -1,7 +1,7 @@
 """Way from a server's port to the agent of its host; runs inside vLLM's API server.
 
-A learner reaches the agent through the servers that it feeds. So the agent needs no port and no key
-of its own, and a server's lease refuses requests of learners that it does not belong to.
+A learner reaches the agent through its servers. So the agent needs neither a port nor a key, and a
+server's lease refuses requests of other learners.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ PATH = "/fetch_weights"
 SOCKET, PAYLOADS = "agent", "payloads"
 """Names in the agent's directory."""
 
-_RESTART = 15.0  # seconds in which an agent that was killed is back
-_ATTEMPTS = 3  # a version that kills the agent thrice is given up
+_RESTART = 15.0  # seconds in which a killed agent is back
+_ATTEMPTS = 3  # for a version that kills the agent
 _MAX_BODY = 1 << 20
 _DISCONNECT = "/shutdown_weight_transfer_engine"
 _NO_AGENT = (
@@ -38,7 +38,7 @@ def agent_directory() -> str:
 
 
 class Relay:
-    """ASGI middleware that passes requests for a version to the agent, and tells it when the
+    """ASGI middleware that passes requests for a version to the agent, and tells the agent when the
     server's learner leaves."""
 
     def __init__(self, app: App) -> None:
@@ -62,7 +62,7 @@ class Relay:
                 await self._ask({"server": _port(scope)})
 
     async def _ask(self, request: dict[str, Any]) -> tuple[int, Any]:
-        """Returns status and body of the agent's answer; asks again if it was killed meanwhile."""
+        """Returns status and body of the agent's answer; asks again if the agent is killed."""
         failure = ""
         for _ in range(_ATTEMPTS):
             try:

@@ -1,4 +1,4 @@
-"""The key of vLLM servers: given by the environment, or made once for each user."""
+"""The key of vLLM servers: from the environment, or made once for each user."""
 
 import contextlib
 import os
@@ -11,22 +11,15 @@ from jaxrl.bridge.servers.launch import is_loopback
 
 
 def given_key() -> str | None:
-    """Returns the environment variable JAXRL_API_KEY, None if it is not set or empty.
-
-    Raises:
-      ValueError: if it cannot be sent in a request.
-    """
+    """Returns the environment variable JAXRL_API_KEY, None if it is not set or empty; raises
+    ValueError if it cannot be sent in a request."""
     key = os.environ.get(KEY)
     return _checked(key, where=f"the environment variable {KEY}") if key else None
 
 
 def known_key() -> str | None:
-    """Returns the key of running servers: the given one, else that of the user's key file, else
-    None.
-
-    Raises:
-      ValueError: if the key cannot be sent in a request, or others can read the file.
-    """
+    """Returns the key of running servers: the given one, else the one in the user's key file, else
+    None; raises ValueError if it cannot be sent in a request, or others can read the file."""
     if key := given_key():
         return key
     file = key_file()
@@ -43,7 +36,7 @@ def known_key() -> str | None:
     if mode & 0o077:
         raise ValueError(
             f"{file} has the mode {stat.S_IMODE(mode):04o}, so other users may know the key; "
-            f"remove the file and start the servers again, or set {KEY}"
+            f"remove the file and restart the servers, or set {KEY}"
         )
     return _checked(content.decode(errors="replace").strip(), where=str(file))
 
@@ -51,12 +44,9 @@ def known_key() -> str | None:
 def server_key(host: str) -> str | None:
     """Returns the key of a server that listens on `host`; makes the user's key file if needed.
 
-    None for a host that others can reach if no key is given: they would not find the file.
-
-    Raises:
-      ValueError: as `known_key`, or if the file cannot be written.
+    Raises ValueError as `known_key`, or if the file cannot be written.
     """
-    if not is_loopback(host):
+    if not is_loopback(host):  # learners on other machines would not find the file
         return given_key()
     if (key := known_key()) is not None:
         return key

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that jaxrl sets or checks itself, and that a user therefore may not give."""
+"""Arguments of vLLM that a user may not give, because jaxrl sets or checks them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ _RESERVED: Mapping[str, str] = {
     "--ssl-certfile": _HTTP,
     "--root-path": _HTTP,
     "--api-key": "set JAXRL_API_KEY, which also protects the routes that change weights",
-    "--config": "its contents would not be checked; give its options one by one",
+    "--config": "jaxrl would not check its contents; give its options one by one",
     "--model": "the model is an argument of jaxrl serve, or model.path",
     "--max-model-len": "use --max_model_len of jaxrl serve; a run sets it from its own limits",
     "--weight-transfer-config": "jaxrl sets it, so that the server takes weights from a learner",

@@ -25,7 +25,7 @@ from jaxrl.bridge.base import (
 )
 from jaxrl.bridge.in_vllm import auth, lease, relay
 
-_PROBE_TIMEOUT = 5.0  # seconds that a failed server has to answer
+_PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
@@ -46,18 +46,15 @@ class VllmServer:
 
     Attributes:
       url: address of the server.
-      connected: whether its last operation succeeded; otherwise `update` connects it again.
+      connected: True if its last operation succeeded; otherwise `update` connects it again.
       last_error: message of its last failure.
-      version: of the vLLM that it runs; "" before it is connected.
+      version: the version of its vLLM; "" before it is connected.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
-        """Makes the client without connecting.
+        """Makes the client without connecting; raises ValueError unless `url` begins with http://.
 
         The timeout is in seconds per operation: vLLM can hang forever, even in /health.
-
-        Raises:
-          ValueError: if `url` is not an http:// address.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -72,20 +69,18 @@ class VllmServer:
         self._timeout = timeout
         self._init_info: dict[str, Any] = {}
         self._learner: dict[str, str] = {}
-        self._admitted = False  # by the server, which then holds no other learner
+        self._admitted = False  # by the server, which then admits no other learner
 
     def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
-        """Announces a learner, the directory of its payloads and the dtypes. A server that does not
-        answer is connected at the next update.
+        """Announces a learner, the directory of its payloads and the dtypes.
 
-        Raises:
-          RefusedError: if the server takes weights from a learner that this one does not replace,
-            computes in another dtype than `sampler`, or does not find `root`.
+        A server that does not answer is connected at the next update. Raises RefusedError if the
+        server takes weights from a learner that this one does not replace, computes in another
+        dtype than `sampler`, or does not find `root`.
         """
         self._learner = learner._asdict()
         self._client.headers.update(lease.header(learner))
-        self._init_info = {"root": root, "wire": wire, "sampler": sampler}
-        self._init_info["learner"] = self._learner
+        self._init_info = dict(root=root, wire=wire, sampler=sampler, learner=self._learner)
         with contextlib.suppress(_ServerFaultError):
             self._connect()
 
@@ -98,17 +93,17 @@ class VllmServer:
 
     @property
     def untried(self) -> str | None:
-        """A line for the user if nobody has tried the server's version of vLLM, else None."""
+        """A warning if the tests do not run the server's version of vLLM, else None."""
         if self.version.partition("+")[0] in ("", *_TRIED):
             return None
         return (
-            f"{self.url} runs vLLM {self.version}, which jaxrl was never tried with (tried: "
+            f"{self.url} runs vLLM {self.version}, which jaxrl is not tested with (tested: "
             f"{', '.join(_TRIED)}); continuing"
         )
 
     def fetch(self, request: dict[str, Any]) -> PurePath | None:
         """Returns the directory of a version on the server's host, once the agent there has fetched
-        it; None if the agent needs the version whole. The server samples meanwhile.
+        it while the server samples; None if the agent needs the version whole.
 
         Raises:
           RefusedError: the server belongs to another learner, or its host has no agent.
@@ -130,7 +125,7 @@ class VllmServer:
         with self._tracked():
             self._reconnect()
             marks = [time.perf_counter()]
-            # The KV cache belongs to the old weights; for requests in flight it is recomputed.
+            # The KV cache belongs to the old weights; vLLM recomputes it for requests in flight.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
             self._start()
@@ -147,23 +142,16 @@ class VllmServer:
         return Timings(pause=pause, load=load, resume=resume)
 
     def serves(self, label: str) -> bool:
-        """Tells whether the server samples from the weights that this learner published as `label`.
-
-        Raises:
-          UnavailableError: the server does not answer.
-        """
+        """Tells whether the server samples from the weights that this learner published as `label`;
+        raises UnavailableError if the server does not answer."""
         with self._tracked():
             found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
         self.connected = found == self._label(label)
         return self.connected
 
     def load_adapter(self, name: str, directory: PurePath) -> None:
-        """Loads an adapter in PEFT's format; vLLM checks it before it replaces another.
-
-        Raises:
-          RefusedError: the server continues without the adapter.
-          UnavailableError: the server does not answer.
-        """
+        """Loads an adapter in PEFT's format; raises RefusedError if the server refuses it, and
+        UnavailableError if the server does not answer."""
         adapter = {"lora_name": name, "lora_path": str(directory)}
         with self._tracked():
             try:
@@ -189,7 +177,7 @@ class VllmServer:
         return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
 
     def dtype(self) -> str:
-        """Returns the dtype that the server computes in, such as "bfloat16". It takes 15 seconds,
+        """Returns the dtype that the server computes in, such as "bfloat16". Takes 15 seconds,
         because the server also lists its whole environment."""
         info = self._call("GET", "/server_info?config_format=json")
         return info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
@@ -220,11 +208,8 @@ class VllmServer:
 
     @contextlib.contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Records a failure of the block; the server then counts as not connected.
-
-        Raises:
-          UnavailableError: for failures other than a refusal or a load that failed halfway.
-        """
+        """Records a failure of the block; the server then counts as not connected. Raises
+        ControlError again as UnavailableError."""
         try:
             yield
         except (ControlError, RefusedError, PoisonedError) as error:
@@ -241,8 +226,8 @@ class VllmServer:
             self.version = str((self._call("GET", "/version") or {}).get("version", ""))
 
     def _reconnect(self) -> None:
-        """Connects a server whose last operation failed; raises ControlError unless it is in good
-        health, or ill in a way that the next publish repairs."""
+        """Connects a server whose last operation failed; raises ControlError if its health is bad
+        in a way that the next publish does not repair."""
         if self.connected:
             return
         try:
@@ -253,20 +238,20 @@ class VllmServer:
         self._connect()
 
     def _label(self, version: str) -> str:
-        """Returns the name of a version at the server, which no other learner gives to its own."""
+        """Returns the server's name for a version of this learner; other learners' names differ."""
         return f"{version}@{self._learner.get('session', '')}"
 
     def _start(self) -> None:
-        """Opens vLLM's session of an update. An error leaves the server paused with its old
-        weights, and its lease ends that."""
+        """Opens vLLM's session of an update. An error leaves the server paused with its old weights
+        until its lease expires."""
         try:
             self._call("POST", "/start_weight_update")
         except _UnreachableError:
             raise
         except ControlError:
-            # A learner that was killed has left its session open. An update without a payload ends
-            # it, because vLLM closes the session of one that is refused.
-            self._connect()  # the session of another learner is not ours to end
+            # A killed learner has left its session open. An update without a payload ends it,
+            # because vLLM closes the session when an update is refused.
+            self._connect()  # refused if the session is another learner's
             with contextlib.suppress(ControlError, RefusedError):
                 self._call("POST", "/update_weights", {"update_info": {}})
             self._call("POST", "/start_weight_update")
@@ -309,5 +294,5 @@ class VllmServer:
 
 
 def _from(marker: str, text: str) -> str:
-    """Drops what the server wrote before the engine's message."""
+    """Drops the server's text before the engine's message."""
     return text[max(0, text.find(marker)) :]

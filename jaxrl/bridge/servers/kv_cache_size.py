@@ -14,8 +14,8 @@ _CHANGES_SIZE = re.compile(r"--?(tensor-parallel|tp|pipeline-parallel|pp|kv-cach
 
 
 def token_bytes(model: DecoderConfig, dtype: str) -> int:
-    """Returns the bytes of one token's keys and values in all layers, or of their narrow form. The
-    states of linear layers, which do not grow with the tokens, are not counted."""
+    """Returns the bytes of one token's keys and values, or latents, in all layers. The states of
+    linear layers are not counted, because they do not grow with the tokens."""
     if model.latent is not None:
         numbers = model.latent.kv_rank + model.latent.rope_dim
         return model.num_layers * numbers * ITEM_BYTES[dtype]
@@ -27,17 +27,15 @@ def kv_cache_size(
 ) -> tuple[int | None, str | None]:
     """Sizes the KV cache for the completions that are requested together.
 
-    If `options.kv_cache_bytes` is None, a server on a CPU gets what the completions need, but at
-    most a quarter of the free memory unless one completion needs more. On a GPU the size is left to
-    vLLM. A given size is checked, except where `options.arguments` change what a token takes.
+    If `options.kv_cache_bytes` is None, a server on a CPU gets the bytes that all completions need,
+    but at most a quarter of the free memory unless one completion needs more. On a GPU the size is
+    left to vLLM. A given size is checked unless `options.arguments` change the bytes of a token.
 
     `key` is the config's name of `kv_cache_bytes`, for messages; `free` is free memory in bytes.
+    Raises ValueError if the given size or the free memory does not hold one completion.
 
     Returns:
       The bytes, None to leave them to vLLM; and a note for the user, None if all completions fit.
-
-    Raises:
-      ValueError: if the given size or the free memory does not hold one completion.
     """
     given = options.kv_cache_bytes
     if given is None and options.device == "cuda":

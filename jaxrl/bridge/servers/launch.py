@@ -43,14 +43,14 @@ _ENVIRONMENT = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the default drops idle connections after 5 s
     "HF_HUB_OFFLINE": "1",
 }
-# Of the user's environment; with them vLLM would ask for another key, or not for jaxrl's.
+# Variables of the user; with them vLLM would expect another key, or not check jaxrl's.
 _REMOVED = ("VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND")
 _ERROR = re.compile(r"\w(?:Error|Exception)\b")
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as the maximum
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM accepts
 _MATRICES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _TAIL = 15  # lines of a log to show
 FIRST_REQUEST = 300.0  # seconds for a server's first token; a GPU may still compile
-_DYING = 5.0  # seconds in which a server ends whose engine has failed
+_DYING = 5.0  # seconds in which a server ends after its engine has failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,17 +59,18 @@ class ServerOptions:
 
     python: Path  # interpreter of the environment with vLLM and jaxrl's plugin
     dtype: str  # to compute in: "bfloat16", "float16" or "float32"
-    max_model_len: int | None = None  # of a prompt with its completion; None: the model's own
+    max_model_len: int | None = None  # prompt and completion together; None: the model's limit
     kv_cache_bytes: int | None = 256 << 20  # None leaves it to vLLM, which takes most of the memory
     device: Device = "cpu"  # of the vLLM build
-    host: str = "127.0.0.1"  # any other than loopback needs a key
+    host: str = "127.0.0.1"  # an address other than loopback needs a key
     port: int = 0  # 0 takes a free port
-    max_lora_rank: int = 0  # of adapters that are published alone; 0 for none
+    max_lora_rank: int = 0  # of adapters published without the base weights; 0 for none
     record_experts: bool = False  # responses name the experts of each token
     agent: Path | None = None  # directory of this host's agent, which fetches from a store
-    # That requests must carry; None makes one, on loopback.
-    api_key: str | None = dataclasses.field(default=None, repr=False)
-    arguments: tuple[str, ...] = ()  # more of vLLM's api_server
+    api_key: str | None = dataclasses.field(
+        default=None, repr=False
+    )  # None, on loopback: a new one
+    arguments: tuple[str, ...] = ()  # further arguments of vLLM's api_server
 
 
 class ServerFailedError(RuntimeError):
@@ -77,7 +78,7 @@ class ServerFailedError(RuntimeError):
 
 
 class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
-    """A vLLM server that ends with the `with` block, or with this process however it ends.
+    """A vLLM server that ends with the `with` block, or with this process, even if that is killed.
 
     Attributes:
       url: its address.
@@ -87,10 +88,8 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
         """Starts the server of a checkpoint; call `wait` before using it. Its output goes to `log`.
 
-        Raises:
-          ValueError: if `options.host` is not loopback and there is no key, or an argument would
-            undo a check.
-          ServerFailedError: if the port is in use.
+        Raises ValueError if a host other than loopback has no key or an argument would undo a
+        check; ServerFailedError if the port is in use.
         """
         if options.api_key is None and not is_loopback(options.host):
             raise ValueError(
@@ -128,20 +127,16 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
     def wait(self, progress: Callable[[float], None], *, timeout: float = 900.0) -> None:
         """Waits until the server is ready; calls `progress` with the seconds so far.
 
-        It is ready when it has completed a request: vLLM's /health says nothing about its engine
-        before the first.
-
-        Raises:
-          ServerFailedError: if the server ends, is not ready after `timeout` seconds or fails its
-            first request.
+        It is ready once it completes a request: before the first, vLLM's /health says nothing about
+        its engine. Raises ServerFailedError if the server ends, is not ready after `timeout`
+        seconds or fails its first request.
         """
         start = time.monotonic()
         while True:
             ready = self.healthy()
-            self.check()  # or another program has answered
+            self.check()  # another program may have answered
             if ready:
-                self._try_request()
-                return
+                return self._try_request()
             waited = time.monotonic() - start
             if waited > timeout:
                 raise self._failure(f"was not ready after {timeout:.0f} s")
@@ -163,7 +158,7 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
         return watchdog.members(self._process.pid)  # the leader of its own session
 
     def stop(self) -> None:
-        """Ends the server and its workers, and removes the shared memory they leave behind."""
+        """Ends the server and its workers, and removes their shared memory."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,7 +173,7 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
         self.stop()
 
     def log_tail(self) -> str:
-        """Returns the end of the log, after earlier error lines: a dying vLLM prints a lot."""
+        """Returns earlier error lines and the end of the log: a dying vLLM prints a lot."""
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line for line in lines[:-_TAIL] if _ERROR.search(line)]
         return "\n".join([*errors[-_TAIL:], *lines[-_TAIL:]])
@@ -197,8 +192,8 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
 
 
 def free_port(host: str, port: int) -> int:
-    """Returns the port, or any free port if it is 0; raises ServerFailedError if the port is in
-    use; that program would be mistaken for the server."""
+    """Returns the port, or any free port if it is 0; raises ServerFailedError if another program
+    uses the port, which would be mistaken for the server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # Like vLLM, ignore connections of a server that has ended.
@@ -218,7 +213,7 @@ def _environment(options: ServerOptions, *, sockets: Path, temporary: Path) -> d
         found.pop(name, None)
     found["VLLM_RPC_BASE_PATH"] = str(sockets)
     found["TMPDIR"] = str(temporary)  # a killed vLLM leaves files there
-    # By default torch keeps below TMPDIR what it compiles, which the next server needs as well.
+    # By default torch caches compiled code below TMPDIR; the next server needs the cache as well.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     found.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     if options.agent is not None:
@@ -250,12 +245,12 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     if rank := options.max_lora_rank:
         allowed = next((known for known in _RANKS if known >= rank), rank)
         command += ["--enable-lora", "--max-lora-rank", str(allowed)]
-        # Two at once: requests in flight keep theirs while others get the next version's.
+        # Two at once: requests in flight keep their adapter while others use the next version's.
         command += ["--max-loras", "2"]
         # Not the head: a request for a prompt's log-probs would crash vLLM 0.32 on a CPU.
         command += ["--lora-target-modules", *_MATRICES]
-    # The one that is named last sees a request first. It has the key from the environment: every
-    # user of the machine can read a command line.
+    # The last one sees a request first. It reads the key from the environment, because all users of
+    # the machine can read a command line.
     for middleware in (Relay, Lease, RequireKey):
         command += ["--middleware", f"{middleware.__module__}.{middleware.__qualname__}"]
     if options.record_experts:
@@ -264,7 +259,7 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether an address is reached from this machine only."""
+    """Tells whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a host name

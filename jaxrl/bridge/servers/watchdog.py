@@ -3,13 +3,13 @@ and temporary files.
 
 `launch.py` runs this program, which uses the standard library only. Its arguments are the list of
 belongings of an owned directory in /dev/shm, an owned directory for temporary files, the
-descriptors of their locks, and the server's command.
-Its standard input is a pipe that closes when the starting process ends, even by SIGKILL; the whole
-process group then gets SIGTERM and later SIGKILL. The kernel's PR_SET_PDEATHSIG would watch the
-starting thread instead and would not reach the server's workers.
+descriptors of their locks, and the server's command. Its standard input is a pipe that closes when
+the starting process ends, even by SIGKILL; the whole process group then gets SIGTERM and later
+SIGKILL. The kernel's PR_SET_PDEATHSIG would watch the starting thread instead and would not reach
+the server's workers.
 
-Segments and semaphores that the server makes beside the directory are listed in it as belongings.
-If this process is killed too, the next server or learner that starts removes them.
+The server's segments and semaphores are listed as belongings. If this process is killed too, the
+next server or learner that starts removes them.
 
 The exit status is the server's, or 128 + N if signal N ended it.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.2  # seconds between two checks of the server
-_YOUNG = 5.0  # seconds in which a process maps a segment that it has made
+_YOUNG = 5.0  # seconds in which a process maps a new segment
 # Names that Python, vLLM and torch give to shared memory, and glibc to semaphores.
 _SEGMENT = re.compile(r"(?:psm_|sem\.|vllm|torch_)[^/\n]+")
 
@@ -41,13 +41,13 @@ class Segments:
     """
 
     def __init__(self, belongings: Path) -> None:
-        """Starts to look; `belongings` is the owned directory's list."""
+        """Ignores older files; `belongings` is the owned directory's list."""
         self._list, self._shared = belongings, belongings.parent.parent
         self._start = time.time() - 1
         self._found: dict[str, int] = {}  # inodes
 
     def record(self) -> None:
-        """Adds the files that are new to the belongings."""
+        """Adds new files to the belongings."""
         young = dict(self._young())
         if not young:
             return

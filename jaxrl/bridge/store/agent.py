@@ -1,8 +1,8 @@
 """Agent of a host with servers: fetches versions from a store while the servers sample.
 
-`jaxrl serve` runs this program for all of its servers, which never imports jax. Its argument is a
+`jaxrl serve` runs this program, which never imports jax, for all of its servers. Its argument is a
 directory in shared memory; its standard input is a pipe that closes when `jaxrl serve` ends. It
-answers the servers' relays (`in_vllm/relay.py`): a line of JSON for a line of JSON.
+answers each line of JSON from the servers' relays (`in_vllm/relay.py`) with a line of JSON.
 """
 
 import collections
@@ -26,22 +26,22 @@ from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import digest, split
 from jaxrl.bridge.store.objects import Objects, Store
-from jaxrl.bridge.store.version import Chunk
+from jaxrl.bridge.store.version import StoredChunk
 
-_THREADS = 16  # requests at a time
-_TRIES = 3  # of a chunk that arrives damaged
+_THREADS = 16  # concurrent requests
+_TRIES = 3  # for a chunk that arrives damaged
 _LONGEST = 500  # characters of an error
 
 
 class _MissingError(Exception):
-    """A chunk cannot be rebuilt from what the store and this host have."""
+    """A chunk cannot be rebuilt from the objects of the store and the chunks of this host."""
 
 
-class Agent:
+class StoreAgent:
     """Fetches versions into slots below a directory."""
 
     def __init__(self, root: Path, *, key: str | None) -> None:
-        """Goes on with what an earlier agent left in the directory."""
+        """Keeps the slots that an earlier agent left in the directory."""
         self._root = root
         self._users = threading.Lock()
         self._locks: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
@@ -57,7 +57,8 @@ class Agent:
             return {"status": 502, "body": {"error": f"the agent: {error!r}"[:_LONGEST]}}
 
     def _directory(self, request: dict[str, Any]) -> str | None:
-        """Returns the slot with a version; None if it is needed whole, or none is requested."""
+        """Returns the slot with the requested version. Returns None if the version is needed whole,
+        or if the request is a server's farewell."""
         server = request["server"]
         if "learner" not in request:
             self._leave(server, keep=None)
@@ -86,7 +87,7 @@ class Agent:
                 return slot.directory
         objects = self._objects(request["store"])
         data = bytes(objects.get(request["manifest"]))
-        content = version.parse(data)
+        content = version.parse_version(data)
         if version.name(data, version=content.version) != request["manifest"]:
             raise ValueError(f"{request['manifest']} arrived damaged")
         if content.learner._asdict() != request["learner"]:
@@ -97,7 +98,7 @@ class Agent:
                 "has"
             )
         target = slots.next_slot(directory, count=request["slots"])
-        # Chunks are chunks: those of an earlier process of the same run serve as well.
+        # Other learners' slots may hold the same chunks, such as an earlier process of the run.
         others = [path for path in self._root.iterdir() if path != directory]
         known = [*own, *(slot for path in others for slot in slots.complete_slots(path))]
         held = slots.chunks_held(slot for slot in reversed(known) if slot.directory != target)
@@ -113,9 +114,9 @@ class Agent:
 
 
 def _rebuild(
-    chunk: Chunk, out: np.ndarray, *, objects: Objects, held: dict[str, np.ndarray], word: int
+    chunk: StoredChunk, out: np.ndarray, *, objects: Objects, held: dict[str, np.ndarray], word: int
 ) -> None:
-    """Writes the chunk to `out`, and reads it again; raises _MissingError or StoreError."""
+    """Writes the chunk to `out` and verifies it; raises _MissingError or StoreError."""
 
     def copy() -> None:
         out[:] = held[chunk.digest]
@@ -131,7 +132,7 @@ def _rebuild(
     for way in ways:
         try:
             way()
-        except ValueError:  # damaged on its way: not compressed, or of another size
+        except ValueError:  # damaged on the way: not compressed, or another size
             continue
         if digest(out.data) == chunk.digest:
             return
@@ -151,7 +152,7 @@ class _Handler(socketserver.StreamRequestHandler):
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
-    def __init__(self, path: Path, agent: Agent) -> None:
+    def __init__(self, path: Path, agent: StoreAgent) -> None:
         path.unlink(missing_ok=True)
         super().__init__(str(path), _Handler)
         self.agent = agent
@@ -162,7 +163,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     root = directory / PAYLOADS
     root.mkdir(mode=0o700, exist_ok=True)
-    server = _Server(directory / SOCKET, Agent(root, key=os.environ.get(KEY)))
+    server = _Server(directory / SOCKET, StoreAgent(root, key=os.environ.get(KEY)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.buffer.read()
 

@@ -1,7 +1,7 @@
 """Chunks of files in a store, and their digests.
 
-XXH3 (128 bits) runs at memory speed. It finds damage, words that change places included; it does
-not keep out a forger, who could write a digest of his own.
+XXH3 (128 bits) runs at memory speed. It detects damage, swapped words included. It does not stop a
+forger, who can compute the digest of forged bytes.
 """
 
 import numpy as np

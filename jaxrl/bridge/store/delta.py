@@ -10,7 +10,7 @@ _LEVEL = 1  # 3 is no smaller and a third slower on changes of bf16 weights
 
 
 def encode(new: np.ndarray, base: np.ndarray, *, word: int) -> bytes:
-    """Returns what turns u8[N] `base` into `new`; words have `word` bytes."""
+    """Returns the compressed difference of u8[N] `new` to `base`, in words of `word` bytes."""
     import zstandard
 
     changed = np.bitwise_xor(new, base)
@@ -20,8 +20,8 @@ def encode(new: np.ndarray, base: np.ndarray, *, word: int) -> bytes:
 
 
 def decode(data: bytes | memoryview, base: np.ndarray, out: np.ndarray, *, word: int) -> None:
-    """Writes the chunk that `encode` was given to u8[N] `out`; raises ValueError if the data is
-    damaged and that shows."""
+    """Writes to u8[N] `out` the new chunk of `encode`; raises ValueError if the data is visibly
+    damaged."""
     import zstandard
 
     try:

@@ -1,4 +1,4 @@
-"""Objects in a bucket, below a web server's address or in a shared directory, through obstore."""
+"""Objects in a bucket, on a web server or in a shared directory, through obstore."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,16 @@ from jaxrl.bridge.in_vllm import auth
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 INSTALL = "pip install 'jaxrl[store]'"
 
-# Of requests that fail on their way; obstore's own default is 3 minutes.
-_RETRIES = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
-_TIMEOUT = "60s"  # of a request; a chunk has 2 MiB
+_RETRIES = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}  # obstore: 3 minutes
+_TIMEOUT = "60s"  # for a request; a chunk has 2 MiB
 
 
 class StoreError(UnavailableError):
-    """The store did not take or give an object; the message quotes it."""
+    """A request to the store failed; the message quotes the store."""
 
 
 def available() -> bool:
-    """Tells whether the packages of a store are installed."""
+    """Tells whether the packages for stores are installed."""
     return all(map(importlib.util.find_spec, ("obstore", "zstandard")))
 
 
@@ -48,33 +47,29 @@ def check_url(url: str) -> None:
 
 
 def directory_of(url: str) -> Path | None:
-    """Returns the directory of a store that is one; None for others."""
+    """Returns the directory of a file:// store; None for other stores."""
     parts = urllib.parse.urlsplit(url)
     return Path(urllib.parse.unquote(parts.path)) if parts.scheme == "file" else None
 
 
 @dataclass(frozen=True)
 class Store:
-    """A store, or a place in one. Raises ValueError if the address is invalid.
-
-    Attributes:
-      url: its address.
-      key: the servers' key, which a web server gets. Other stores take their credentials from the
-        environment, as their own tools name them.
-    """
+    """A store, or a place in one; raises ValueError if the address is invalid."""
 
     url: str
+    # The servers' key, sent to web servers only. Other stores take their credentials from the
+    # variables that their own tools read.
     key: str | None = field(repr=False)
 
     def __post_init__(self) -> None:
         check_url(self.url)
 
     def below(self, name: str) -> "Store":
-        """Returns the place of this name."""
+        """Returns the place `name` in this store."""
         return dataclasses.replace(self, url=f"{self.url.rstrip('/')}/{name}")
 
     def make(self) -> None:
-        """Makes the directory of a store that is one; others need none."""
+        """Creates the directory of a file:// store; does nothing for other stores."""
         if (directory := directory_of(self.url)) is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -96,7 +91,7 @@ class Objects:
                 self._store: Any = LocalStore(self._directory, automatic_cleanup=True)
                 return
             options: dict[str, Any] = {"retry_config": _RETRIES}
-            if url.startswith("http"):  # a bucket's are those of the environment
+            if url.startswith("http"):  # the environment sets the options of buckets
                 options["client_options"] = {
                     "timeout": _TIMEOUT,
                     "allow_http": True,
@@ -115,13 +110,13 @@ class Objects:
             return memoryview(self._store.get(name).bytes())
 
     def delete(self, names: Sequence[str]) -> None:
-        """Deletes objects as far as the store lets it: what stays costs space and does no harm."""
+        """Deletes objects; ignores failures, because a leftover object costs only space."""
         with contextlib.suppress(StoreError), self._named():
             self._store.delete(names)
 
     def delete_drafts(self, *, but: str) -> None:
-        """Deletes objects of a directory that a killed process had begun to write, except those
-        whose names begin with `but`. Such files have no name in the store."""
+        """Deletes half-written files that a killed process left in a directory, except those whose
+        names begin with `but`. `delete` cannot: they have no name in the store."""
         if self._directory is None:
             return
         for path in self._directory.rglob("*#[0-9]*"):
@@ -129,7 +124,7 @@ class Objects:
                 path.unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """Returns all names; none if the store cannot list them, like most web servers."""
+        """Returns all names; an empty list if the store cannot list, like most web servers."""
         with contextlib.suppress(StoreError), self._named():
             return [entry["path"] for page in self._store.list() for entry in page]
         return []

@@ -1,4 +1,4 @@
-"""Runs the agent of this host."""
+"""Process of the agent of this host."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ _PAUSE = 0.5  # seconds before a restart
 
 
 class AgentProcess(contextlib.AbstractContextManager["AgentProcess"]):
-    """The agent, which ends with the `with` block or with this process, however it ends. If it ends
-    earlier, it is started again, and its successor has what it had.
+    """The agent's process, which ends with the `with` block or with this process, even if that is
+    killed. If it ends earlier, it is restarted and keeps its versions.
 
     Attributes:
-      directory: that servers of this host are told.
+      directory: the agent's directory, an option of the servers of this host.
     """
 
     def __init__(self, *, key: str | None, note: Callable[[str], None]) -> None:
@@ -35,13 +35,13 @@ class AgentProcess(contextlib.AbstractContextManager["AgentProcess"]):
 
     @property
     def process_id(self) -> int:
-        """Id of the agent's process; another after a restart."""
+        """Id of the agent's process; changes with a restart."""
         return self._process.pid
 
     def close(self) -> None:
         """Ends the agent and removes its payloads; servers keep the weights they have loaded."""
         self._closed.set()
-        while self._watcher.is_alive():  # it may just have started another
+        while self._watcher.is_alive():  # it may just have restarted the agent
             self._process.kill()
             self._watcher.join(_PAUSE)
         self._owned.close()

@@ -20,8 +20,8 @@ _GROUP = "weights"
 
 
 def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePath:
-    """Returns the directory that an uploaded version has on a server's host, once it is there and
-    every chunk is verified.
+    """Has a server's host fetch an uploaded version; returns its directory there, once every chunk
+    is verified.
 
     Raises:
       RefusedError: the server belongs to another learner, or its host has no agent.
@@ -36,8 +36,7 @@ def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePa
 class StorePublisher(WeightPublisher):
     """Publishes through an object store, a web server or a shared directory.
 
-    Of a learner with several processes, this is process 0; the others write their shares by
-    `StoreFollower`.
+    In a learner with several processes it runs in process 0; the others use `StoreFollower`.
     """
 
     def __init__(
@@ -50,12 +49,8 @@ class StorePublisher(WeightPublisher):
         hosts: Hosts | None = None,
         **connection: Any,
     ) -> None:
-        """Connects the servers as `WeightPublisher` does, with its keyword arguments. `hosts` are
-        the learner's processes, one by default.
-
-        Raises:
-          StoreError: if the packages for the store are not installed.
-        """
+        """Connects the servers as `WeightPublisher` does, with its keyword arguments; raises
+        StoreError as `Objects`. `hosts` are the learner's processes, one by default."""
         learner, self._hosts = learner or new_learner(), hosts or Hosts()
         self._upload = Upload(store, learner=learner, group=_GROUP)
         self._word = wire.itemsize
@@ -81,7 +76,7 @@ class StorePublisher(WeightPublisher):
         )
 
     def _swap(self, update: Callable[[VllmServer], Timings]) -> Timings:
-        # Meanwhile the other processes write whole chunks where a host asks for them.
+        # Meanwhile the other processes write the whole chunks that a host requests.
         return self._hosts.on_leader(lambda: swap_weights(self._servers, update))
 
     def _bring(self, server: VllmServer, payload: dict[str, Any]) -> str:
@@ -90,12 +85,12 @@ class StorePublisher(WeightPublisher):
 
 
 class StoreFollower:
-    """Publishes the share of another process than 0."""
+    """Publishes the shares of the processes after 0; errors are those of `StorePublisher`."""
 
     def __init__(
         self, store: Store, *, wire: np.dtype, learner: LearnerIdentity, hosts: Hosts
     ) -> None:
-        """Takes the identity of process 0's learner; errors are those of `StorePublisher`."""
+        """Makes the client; `learner` is the identity that process 0 has."""
         objects = Objects(make_place(store, learner=learner, group=_GROUP))
         self._hosts = hosts
         self._share = ShareWriter(objects, hosts=hosts, word=wire.itemsize)

@@ -1,7 +1,7 @@
 """The share of a version that each process of the learner writes.
 
-The tensors of a model are divided among the processes. Each holds its own on the host, in a file of
-its own, and writes it; process 0 writes the manifest that names all of them. No host holds the
+The tensors of a model are divided among the processes. Each process holds its tensors on its host
+and writes them as a file; process 0 writes the manifest that names all files. So no host holds the
 whole model, and no link carries it.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.bridge import payload
 from jaxrl.bridge.base import WeightSource
-from jaxrl.bridge.manifest import Entry
+from jaxrl.bridge.manifest import ManifestEntry
 from jaxrl.bridge.safetensors_file import SafetensorsFile, plan_file
 from jaxrl.bridge.store.objects import Objects
 from jaxrl.bridge.store.upload import FileWriter
@@ -23,19 +23,18 @@ from jaxrl.core.hosts import Hosts
 class Share(NamedTuple):
     """The part of a version that one process has written."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
     files: tuple[StoredFile, ...]
 
 
 class ShareWriter:
-    """Writes the share of this process, of successive versions.
+    """Writes the share of this process for successive versions.
 
-    The last version stays in this process's memory, and the next is written beside it: what changed
-    in between is what travels.
+    The last version stays in this process's memory beside the next one; only changes are sent.
     """
 
     def __init__(self, objects: Objects, *, hosts: Hosts, word: int) -> None:
-        """Takes the place in the store of all processes; `word` is the bytes of a number."""
+        """Writes to `objects`, the place of all processes; a number has `word` bytes."""
         self._writer = FileWriter(objects)
         self._hosts = hosts
         self._word = word
@@ -45,11 +44,8 @@ class ShareWriter:
         self._shares: Sequence[Share] = ()
 
     def write(self, source: WeightSource) -> Sequence[Share]:
-        """Writes this process's tensors and returns the shares of all processes. All must call it.
-
-        Raises:
-          StoreError: the last version stays the base.
-        """
+        """Writes this process's tensors and returns the shares of all processes, which must all
+        call it. Raises StoreError; the last version then stays the base."""
         name = "model"
         if self._hosts.count > 1:
             name = f"model-{self._hosts.index + 1:05}-of-{self._hosts.count:05}"
@@ -65,7 +61,7 @@ class ShareWriter:
         return self._shares
 
     def complete(self) -> Sequence[StoredFile]:
-        """Has all processes write their shares whole; for process 0, in `Hosts.on_leader`."""
+        """Makes all processes write their shares whole; process 0 calls it in `Hosts.on_leader`."""
         own = self._complete()
         others = (file for share in self._shares[1:] for file in share.files)
         return (*own, *map(_whole, others))

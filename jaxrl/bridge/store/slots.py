@@ -1,7 +1,7 @@
 """Payloads on a server's host, in memory that its servers share.
 
-Every learner has slots of its own: one that servers may read, and one to fill. All that is known
-about them lies beside them, so an agent that was killed goes on where its predecessor stopped.
+Every learner has its own slots: one that servers may read, and one to fill. Their records lie
+beside them, so a restarted agent continues where a killed one stopped.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ def slots_directory(root: Path, learner: LearnerIdentity, *, group: str) -> Path
 
 
 def enter(directory: Path, *, server: str) -> None:
-    """Notes that a server uses a directory of slots; makes the directory if it is missing."""
+    """Records that a server uses a directory of slots; creates the directory if it is missing."""
     users = directory / _USERS
     users.mkdir(mode=0o700, parents=True, exist_ok=True)
     (users / server).touch()
 
 
 def leave(directories: Iterable[Path], *, server: str) -> None:
-    """Notes that a server does not use these any more, and removes those that nobody uses."""
+    """Records that a server no longer uses these directories; removes those without a user."""
     for directory in directories:
         users = directory / _USERS
         if (users / server).exists():
@@ -64,22 +64,22 @@ def complete_slots(directory: Path) -> list[Slot]:
     for path in directory.glob("slot-*"):
         with contextlib.suppress(OSError, ManifestError):
             data = (path / _RECORD).read_bytes()
-            content = version.parse(data)
+            content = version.parse_version(data)
             name = version.name(data, version=content.version)
             found.append(Slot(path, name, content, (path / _RECORD).stat().st_mtime_ns))
     return sorted(found, key=lambda slot: -slot.time)
 
 
 def next_slot(directory: Path, *, count: int) -> Path:
-    """Returns the slot to fill, of `count`: one that is not complete, else the oldest."""
+    """Returns the slot to fill among `count`: an incomplete one, else the oldest."""
     times = {slot.directory: slot.time for slot in complete_slots(directory)}
     paths = [directory / f"slot-{i}" for i in range(count)]
     return min(paths, key=lambda path: times.get(path, 0))
 
 
 def open_slot(slot: Path, files: Sequence[StoredFile]) -> list[np.ndarray]:
-    """Returns the writable bytes of the files of a slot, which is not complete from now on; raises
-    OSError as `payload.map_writable`."""
+    """Marks a slot as incomplete and returns the writable bytes of its files; raises OSError as
+    `payload.map_writable`."""
     slot.mkdir(mode=0o700, exist_ok=True)
     (slot / _RECORD).unlink(missing_ok=True)
     names = [_DRAFT if file.name == manifest.FILE else file.name for file in files]
@@ -102,7 +102,8 @@ def close_slot(slot: Path, data: bytes) -> None:
 
 
 def chunks_held(slots: Iterable[Slot]) -> dict[str, np.ndarray]:
-    """Returns the chunks of complete slots by digest. They may be damaged or change: verify."""
+    """Returns the chunks of complete slots by digest; the caller must verify the bytes, which may
+    be damaged or change."""
     found: dict[str, np.ndarray] = {}
     for slot in slots:
         for file in slot.content.files:

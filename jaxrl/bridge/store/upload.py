@@ -1,4 +1,4 @@
-"""Learner's side of a store: writes of each version what changed."""
+"""Learner's side of a store: writes the changes of each version."""
 
 import hashlib
 import threading
@@ -12,21 +12,20 @@ import numpy as np
 from jaxrl.bridge.base import LearnerIdentity
 from jaxrl.bridge.store import chunks, delta, version
 from jaxrl.bridge.store.objects import Objects, Store
-from jaxrl.bridge.store.version import Chunk, StoredFile, StoredVersion
+from jaxrl.bridge.store.version import StoredChunk, StoredFile, StoredVersion
 
-_THREADS = 16  # most of the time a thread waits for the store
+_THREADS = 16  # they mostly wait for the store
 _NOTHING = np.zeros(0, np.uint8)
 
 
 def run_place(store: Store, learner: LearnerIdentity) -> Store:
-    """Returns the place of what all processes of a learner's run write, now and earlier."""
+    """Returns the place of all processes of a learner's run, earlier ones included."""
     run = hashlib.blake2b(learner.name.encode(), digest_size=8).hexdigest()
     return store.below(f"jaxrl-{run}")
 
 
 def make_place(store: Store, *, learner: LearnerIdentity, group: str) -> Store:
-    """Returns the place of a learner's session and group; makes its directory in a store that is
-    one."""
+    """Returns the place of a learner's session and group; creates its directory if it has one."""
     place = run_place(store, learner).below(f"{learner.session}-{group}")
     place.make()
     return place
@@ -35,8 +34,8 @@ def make_place(store: Store, *, learner: LearnerIdentity, group: str) -> Store:
 class FileWriter:
     """Successive versions of some files.
 
-    A chunk that did not change keeps its objects. One that did is written as a difference, or whole
-    where that is smaller or there is no base. `complete` adds what an agent without the base needs.
+    An unchanged chunk keeps its objects. A changed one is written as a difference, or whole if that
+    is smaller or there is no base. `complete` adds the chunks that an agent without the base needs.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -45,24 +44,23 @@ class FileWriter:
         self._data: dict[str, np.ndarray] = {}  # their bytes
 
     def write(self, files: Mapping[str, np.ndarray], *, word: int) -> tuple[StoredFile, ...]:
-        """Writes a version; the arguments are those of `Upload.write`. Raises StoreError: the last
-        version stays the base."""
+        """Writes a version, as `Upload.write`; raises StoreError."""
         held = {file.name: file.chunks for file in self._files}
 
-        def put(chunk: np.ndarray, base: np.ndarray, old: Chunk | None) -> Chunk:
+        def put(chunk: np.ndarray, base: np.ndarray, old: StoredChunk | None) -> StoredChunk:
             digest = chunks.digest(chunk.data)
             if old is not None and old.digest == digest:
                 return old
             if old is not None and base.size == chunk.size:
                 difference = delta.encode(chunk, base, word=word)
                 if len(difference) < chunk.nbytes:
-                    made = Chunk(digest, old.digest, whole=False)
+                    made = StoredChunk(digest, old.digest, whole=False)
                     self._objects.put(made.delta_name(), difference)
                     return made
-            return self._put_whole(chunk, Chunk(digest, "", whole=False))
+            return self._put_whole(chunk, StoredChunk(digest, "", whole=False))
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            jobs: dict[str, Iterator[Chunk]] = {}  # all files at once
+            jobs: dict[str, Iterator[StoredChunk]] = {}  # all files at once
             for name, data in files.items():
                 bases = chain(chunks.split(self._data.get(name, _NOTHING)), repeat(_NOTHING))
                 olds = chain(held.get(name, ()), repeat(None))
@@ -74,8 +72,7 @@ class FileWriter:
         return stored
 
     def complete(self) -> tuple[StoredFile, ...]:
-        """Writes the chunks of the last version that the store does not have whole; raises
-        StoreError."""
+        """Writes the last version's chunks that the store lacks whole; raises StoreError."""
         with ThreadPoolExecutor(_THREADS) as pool:
             self._files = tuple(
                 file._replace(
@@ -87,7 +84,7 @@ class FileWriter:
             )
         return self._files
 
-    def _put_whole(self, data: np.ndarray, chunk: Chunk) -> Chunk:
+    def _put_whole(self, data: np.ndarray, chunk: StoredChunk) -> StoredChunk:
         if not chunk.whole:
             self._objects.put(chunk.whole_name(), data.data)
         return chunk._replace(whole=True)
@@ -102,11 +99,8 @@ class Upload:
     def __init__(
         self, store: Store, *, learner: LearnerIdentity, group: str, slots: int = 2
     ) -> None:
-        """Begins without a version, in a place of this learner's process and group.
-
-        Each host keeps the last versions in `slots` slots; one of them is being filled at times.
-        Raises StoreError as `Objects`.
-        """
+        """Makes the place of this learner's session and group; raises StoreError as `Objects`. Each
+        host has `slots` slots: the last versions, and one to fill."""
         place = make_place(store, learner=learner, group=group)
         self.objects = Objects(place)
         self._run = Objects(run_place(store, learner))
@@ -119,8 +113,8 @@ class Upload:
         self._lock, self._complete = threading.Lock(), True
 
     def remove_earlier(self) -> None:
-        """Deletes what killed processes of the same run left; call it once the servers have
-        admitted this one."""
+        """Deletes objects that killed processes of the same run left; call it once the servers have
+        admitted this process."""
         own = self._learner.session
         self._run.delete([name for name in self._run.names() if not name.startswith(own)])
         self._run.delete_drafts(but=own)
@@ -137,14 +131,13 @@ class Upload:
         """Writes a version and returns the request that fetches it.
 
         Args:
-          files: u8[N] of each file, by name. They must not change before the next call returns.
-          number: of the version.
-          word: bytes of a number.
-          others: further files of the version, which are in the store already.
+          files: u8[N] of each file, by name; they must not change before the next call returns.
+          number: number of the version.
+          word: bytes of a number in the files.
+          others: further files of the version, already in the store.
           complete_others: writes those whole, as `FileWriter.complete`.
 
-        Raises:
-          StoreError: the last version stays the base.
+        Raises StoreError; the last version then stays the base.
         """
         stored = (*others, *self._writer.write(files, word=word))
         self._record(StoredVersion(number, self._learner, word, stored))
@@ -152,8 +145,8 @@ class Upload:
         return self._request
 
     def complete(self) -> dict[str, Any]:
-        """Writes the chunks of the last version that the store does not have whole, and returns the
-        request that fetches it; raises StoreError. Several threads may call it."""
+        """Writes the last version's chunks that the store lacks whole, and returns the request that
+        fetches it; raises StoreError. Several threads may call it."""
         with self._lock:
             if not self._complete:
                 files = (*self._complete_others(), *self._writer.complete())
@@ -167,7 +160,7 @@ class Upload:
         self.objects.delete(sorted(named.union(self.objects.names())))
 
     def _record(self, made: StoredVersion) -> None:
-        """Writes a manifest, and deletes the objects that no version of the last two names."""
+        """Writes a manifest, and deletes objects that neither of the last two versions names."""
         data = version.dump(made)
         name = version.name(data, version=made.version)
         self.objects.put(name, data)

@@ -1,7 +1,7 @@
 """Manifest of a version in a store: the learner, the version, and the digest of every chunk.
 
 A version is a set of files. A file is cut into chunks of `CHUNK_BYTES`, each named by the XXH3 of
-its bytes. A store has a chunk whole, or what turns an older chunk into it, or both.
+its bytes. A store has a chunk whole, or its difference to an older chunk, or both.
 """
 
 import json
@@ -21,11 +21,11 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _WORDS = (2, 4)  # bytes
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A chunk of a file."""
 
     digest: str  # of its bytes, in hexadecimal
-    base: str  # digest of the chunk that the store has the difference to; "" for none
+    base: str  # digest of the chunk it is stored as a difference to; "" without a difference
     whole: bool  # the store has the chunk itself
 
     def delta_name(self) -> str:
@@ -49,7 +49,7 @@ class StoredFile(NamedTuple):
 
     name: str
     nbytes: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class StoredVersion(NamedTuple):
@@ -57,11 +57,11 @@ class StoredVersion(NamedTuple):
 
     version: int
     learner: LearnerIdentity
-    word: int  # bytes of a number, which differences are cut by
+    word: int  # bytes of a number, the unit of differences
     files: tuple[StoredFile, ...]
 
     def objects(self) -> set[str]:
-        """Returns the names of all objects that it needs."""
+        """Returns the names of the objects of all chunks."""
         return {name for file in self.files for c in file.chunks for name in c.objects()}
 
 
@@ -73,11 +73,11 @@ def dump(version: StoredVersion) -> bytes:
 
 
 def name(data: bytes, *, version: int) -> str:
-    """Returns the name of a manifest in the store, which has the digest of its bytes."""
+    """Returns the name of a manifest in the store, which contains the digest of its bytes."""
     return f"versions/{version}-{digest(data)}"
 
 
-def parse(data: bytes) -> StoredVersion:
+def parse_version(data: bytes) -> StoredVersion:
     """Reads the bytes of a manifest; raises ManifestError if `dump` could not have written them."""
     try:
         raw = json.loads(data)
@@ -101,7 +101,7 @@ def parse(data: bytes) -> StoredVersion:
 
 
 def _file(raw: Any) -> StoredFile:
-    file = StoredFile(**raw)._replace(chunks=tuple(Chunk(*chunk) for chunk in raw["chunks"]))
+    file = StoredFile(**raw)._replace(chunks=tuple(StoredChunk(*chunk) for chunk in raw["chunks"]))
     if not manifest.is_file_name(file.name) or not manifest.is_count(file.nbytes):
         raise ManifestError(f"{str(file.name)[:200]!r} is not the name and size of a file")
     if len(file.chunks) != -(-file.nbytes // CHUNK_BYTES):

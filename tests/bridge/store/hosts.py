@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.bridge.base import LearnerIdentity, UnavailableError
 from jaxrl.bridge.in_vllm import relay
-from jaxrl.bridge.store.agent import Agent
+from jaxrl.bridge.store.agent import StoreAgent
 from tests.bridge.cases import Recorder
 
 
@@ -44,7 +44,7 @@ class HostedRecorder(Recorder, abc.ABC):
 class DirectRecorder(HostedRecorder):
     """Its agent lies in this process."""
 
-    def __init__(self, agent: Agent, payloads: Path, *, port: int = 8000) -> None:
+    def __init__(self, agent: StoreAgent, payloads: Path, *, port: int = 8000) -> None:
         super().__init__(payloads, port=port)
         self.agent = agent
 
@@ -83,5 +83,5 @@ async def _absent(*_: Any) -> None:
 def host(directory: Path, *, key: str | None = None, servers: int = 1) -> list[DirectRecorder]:
     """Makes a host with an agent and some servers."""
     directory.mkdir(exist_ok=True)
-    agent = Agent(directory, key=key)
+    agent = StoreAgent(directory, key=key)
     return [DirectRecorder(agent, directory, port=8000 + i) for i in range(servers)]
