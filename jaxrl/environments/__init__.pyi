@@ -40,7 +40,7 @@ from .rewards.builtin import (
 )
 from .rewards.score import (
     Reward as Reward,
-    Scores as Scores,
+    RewardScores as RewardScores,
     batched as batched,
     is_batched as is_batched,
     load_rewards as load_rewards,

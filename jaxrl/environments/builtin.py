@@ -29,8 +29,8 @@ class EnvironmentContext:
 
     @functools.cached_property
     def chat(self) -> Chat:
-        """Renders text as chat messages of token ids; raises ValueError if the chat template is
-        missing or unsuitable; see `Chat`."""
+        """The renderer of chat messages; raises ValueError if the chat template is missing or drops
+        messages."""
         return Chat(self.tokenizer)
 
 
@@ -39,10 +39,8 @@ def agent(
 ) -> Environment:
     """Lets the policy call tools until a turn contains no call; see `Agent`.
 
-    Each call costs `call_cost` of the reward. Of a tool result `max_characters` are kept.
-
-    Raises:
-      ValueError: without tools, or without a chat template.
+    Each call costs `call_cost` of the reward. Tool results are cut to `max_characters`. Raises
+    ValueError without tools or without a chat template.
     """
     if not context.tools:
         raise ValueError("environment.tools is empty: an agent needs at least one tool")
@@ -53,10 +51,8 @@ def text_game(context: EnvironmentContext, *, game: str) -> Environment:
     """Lets the policy play a text game; see `TextGame`.
 
     The game is `file.py:function` or `package.module:Class`, called without arguments for each
-    episode; it returns an object with Gymnasium's `reset` and `step`.
-
-    Raises:
-      ValueError: if the game cannot be loaded, or without a chat template.
+    episode; it returns an object with Gymnasium's `reset` and `step`. Raises ValueError if the game
+    cannot be loaded, or without a chat template.
     """
     make = plugins.load_function(game, builtin=text_games, key="environment.game")
     return text_games.TextGame(context.chat, make())
@@ -69,14 +65,12 @@ def openenv(
     action: str | None = None,
     observation: str | None = None,
 ) -> Environment:
-    """Plays the environment of an OpenEnv server; see `adapters.openenv`.
+    """Plays the environment of an OpenEnv server; see `connectors.openenv`.
 
     The policy's text becomes the field `action`, by default the only one that the server's actions
     require. `observation` is a format string over the fields of an observation, such as
-    "{question}"; without it the policy reads them as JSON.
-
-    Raises:
-      ValueError: if there is no server at `url`, or without a chat template.
+    "{question}"; without it the policy reads them as JSON. Raises ValueError if there is no server
+    at `url`, or without a chat template.
     """
     chat, server = context.chat, _server(url, action=action, observation=observation)
     return text_games.TextGame(chat, Session(server))
@@ -86,14 +80,12 @@ def verifiers(context: EnvironmentContext, *, python: str, config: str) -> Envir
     """Plays tasks of an environment of `verifiers`; see `episodes.verifiers`.
 
     `python` is the interpreter of an environment that has verifiers. `config` is a TOML file with
-    the contents of verifiers' `env` table: the taskset, and its agents.
-
-    Raises:
-      ValueError: if the environment cannot be loaded, or without a chat template.
+    the contents of verifiers' `env` table: the taskset and its agents. Raises ValueError if the
+    environment cannot be loaded, or without a chat template.
     """
     host = _host(python, config)
     return VerifiersEpisode(context.chat, host)
 
 
 _host = functools.cache(Host)  # one process for all episodes of a run
-_server = functools.cache(Server.at)  # its schema is read once a run
+_server = functools.cache(Server.at)  # reads the server's schema once per run

@@ -212,7 +212,7 @@ class Breaks(Talk):
         ("nothing", "invalid", "returned None, expected a Step"),
         ("text", "invalid", "observation is 'hello', expected token ids"),
         ("floats", "invalid", "observation is [1.5]"),
-        ("strange ids", "invalid", "token ids from 64 to 64; the policy's are 0 to 63"),
+        ("strange ids", "invalid", "token ids from 64 to 64; the policy's range from 0 to 63"),
         ("no number", "invalid", "reward = nan"),
         ("no end", "invalid", "done = 'yes'"),
         ("no float", "invalid", "reward = 1000"),

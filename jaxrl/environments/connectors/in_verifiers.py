@@ -3,9 +3,9 @@
     python -P in_verifiers.py ENV.toml    # -P: the module verifiers is not the one beside this
 
 A line of standard input or output is a JSON object that names its episode. In: a `task` begins the
-episode, a `turn` is the policy's, `end` gives the episode up. Out: `messages` ask for a turn, a
+episode, a `turn` is the policy's, `end` abandons the episode. Out: `messages` ask for a turn, a
 `reward` or an `error` ends the episode. Programs of verifiers ask for turns at an HTTP endpoint of
-this process, as if it were OpenAI's; the name of the model is that of the episode.
+this process, which imitates OpenAI's; the model's name is the episode's.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 @functools.cache
 def own_output() -> TextIO:
-    """Takes standard output; what libraries print must not mix with the protocol."""
+    """Takes standard output for the protocol; libraries then print to standard error."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return output
@@ -39,7 +39,7 @@ class Turns:
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     def answer(self, episode: str, turn: dict[str, Any]) -> None:
-        """Answers the request of an episode; ignored if there is none."""
+        """Answers the request of an episode, if there is one."""
         if (waiting := self._waiting.pop(episode, None)) is not None and not waiting.done():
             waiting.set_result(turn)
 
@@ -65,7 +65,7 @@ class Turns:
     async def _complete(self, body: dict[str, Any]) -> tuple[str, str, bytes]:
         episode = body["model"]
         if episode in self._waiting:
-            refusal = f"{episode} asks for two turns at once, which no sequence of tokens can hold"
+            refusal = f"{episode} asks for two turns at once; an episode is one sequence of tokens"
             tell(episode, error=refusal)
             return "400 Bad Request", "application/json", json.dumps({"error": refusal}).encode()
         future = asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ class Turns:
         return "200 OK", "text/event-stream", f"{text}data: [DONE]\n\n".encode()
 
 
-def load(file: str) -> Any:
+def load_environment(file: str) -> Any:
     """Loads the environment that a TOML file describes, in the form of verifiers' `env` table."""
     v1 = importlib.import_module("verifiers.v1")
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -101,7 +101,7 @@ def load(file: str) -> Any:
 
 
 class Tasks:
-    """The tasks of a taskset by index, loaded as far as they are asked for."""
+    """The tasks of a taskset by index, loaded on demand."""
 
     def __init__(self, taskset: Any) -> None:
         self._rest: Iterator[Any] = iter(taskset)
@@ -119,7 +119,7 @@ class Tasks:
 
 
 async def play(env: Any, task: Any, *, episode: str, url: str) -> None:
-    """Plays an episode and tells its reward: the mean over the traces of its trainable agents."""
+    """Plays an episode and writes its reward, the mean over the traces of trainable agents."""
     v1 = importlib.import_module("verifiers.v1")
     runner = importlib.import_module("verifiers.v1.env")
     context = v1.ModelContext(model=episode, client=v1.EvalClientConfig(base_url=url))
@@ -141,7 +141,7 @@ async def play(env: Any, task: Any, *, episode: str, url: str) -> None:
 async def main(file: str) -> None:
     """Serves episodes until standard input ends."""
     own_output()
-    env, turns = load(file), Turns()
+    env, turns = load_environment(file), Turns()
     tasks, running = Tasks(env.taskset), dict[str, asyncio.Task[None]]()
     server = await asyncio.start_server(turns.serve, "127.0.0.1", 0, limit=1 << 26)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
@@ -156,7 +156,7 @@ async def main(file: str) -> None:
             tell(name, error=repr(error))
         finally:
             running.pop(name, None)
-            turns.answer(name, {"content": ""})  # a request that nothing waits for any more
+            turns.answer(name, {"content": ""})  # releases a request that is still open
 
     async with env.serving():
         tell("", ready=True)

@@ -22,19 +22,14 @@ class Server(NamedTuple):
     url: str  # http:// or https://
     # Field of the action that gets the policy's text; None if the text is the action as JSON.
     action: str | None
-    cast: type  # makes that field's value of the text
+    cast: type  # converts the text to the field's value
     # Format string over the fields of an observation; None shows them as JSON.
     observation: str | None
 
     @classmethod
     def at(cls, url: str, *, action: str | None, observation: str | None) -> "Server":
-        """Reads the schema of the server's actions.
-
-        Without `action`, the text is the value of the only field that an action requires.
-
-        Raises:
-          ValueError: if there is no such server, or its actions have no such field.
-        """
+        """Reads the schema of the server's actions; raises ValueError without a server at `url`, or
+        if its actions have no field `action`. Default is the only field that an action requires."""
         url = url.rstrip("/")
         try:
             reply = httpx2.get(f"{url}/schema", timeout=30).raise_for_status()
@@ -52,12 +47,12 @@ class Server(NamedTuple):
         return cls(url, field, _CAST.get(kind, str), observation)
 
     def message(self, text: str) -> dict[str, Any]:
-        """Returns the action of a turn; raises ValueError if the text is none."""
+        """Returns the action of a turn; raises ValueError if the text is not an action."""
         if self.action is not None:
             return {self.action: self.cast(text)}
         action = json.loads(text)
         if not isinstance(action, dict):
-            raise ValueError(f"{text!r:.80} is no JSON object")
+            raise ValueError(f"{text!r:.80} is not a JSON object")
         return action
 
     def show(self, observation: Mapping[str, Any]) -> str:
@@ -71,12 +66,8 @@ class Session:
     """One episode at a server: a game for `TextGame`."""
 
     def __init__(self, server: Server) -> None:
-        """Connects.
-
-        Raises:
-          OSError: if the server cannot be reached.
-          RuntimeError: if the package websockets is not installed.
-        """
+        """Connects; raises OSError if the server cannot be reached, RuntimeError without the
+        package websockets."""
         try:
             from websockets.sync.client import connect
         except ModuleNotFoundError as error:
@@ -95,11 +86,8 @@ class Session:
         return self._server.show(data["observation"]), {}
 
     def step(self, text: str) -> tuple[str, float, bool, Mapping[str, Any]]:
-        """Acts. A text that is no action of the environment is reported to the policy and counted.
-
-        Raises:
-          RuntimeError: if the environment fails.
-        """
+        """Takes an action; raises RuntimeError if the environment fails. An invalid action is
+        reported to the policy and counted."""
         try:
             data = self._ask("step", self._server.message(text))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The process in which `verifiers` runs, a Python of its own; see `in_verifiers`."""
+"""The process in which `verifiers` runs, with its own Python; see `in_verifiers`."""
 
 import itertools
 import json
@@ -14,14 +14,11 @@ _SCRIPT = str(Path(__file__).with_name("in_verifiers.py"))
 
 
 class Host:
-    """The process that runs the episodes; it ends with this one, whose end closes its input."""
+    """The process that runs the episodes. It ends with this one, because its input closes then."""
 
     def __init__(self, python: str, config: str) -> None:
-        """Starts it and waits until its environment is loaded.
-
-        Raises:
-          ValueError: if the environment cannot be loaded; its messages are on standard error.
-        """
+        """Starts it and waits until its environment is loaded; raises ValueError if loading fails,
+        whose messages are on standard error."""
         for key, file in (("python", python), ("config", config)):
             if not Path(file).is_file():
                 raise ValueError(f"environment.{key} = {file!r} does not exist")
@@ -46,8 +43,8 @@ class Host:
         return name
 
     def ask(self, name: str, **content: Any) -> dict[str, Any]:
-        """Gives an episode its `task`, or a `turn` of the policy; returns the environment's next
-        request or the end, and raises RuntimeError if the episode failed."""
+        """Sends an episode its `task`, or a `turn` of the policy; returns the environment's next
+        request or the reward, and raises RuntimeError if the episode failed."""
         self._tell(name, **content)
         told = self._episodes[name].get()
         if "error" in told:

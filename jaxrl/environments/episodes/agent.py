@@ -11,10 +11,8 @@ from jaxrl.environments.tools.schema import Tool, parse_tool_calls, run_tool_cal
 
 
 class Agent:
-    """An `Environment` whose observations are tool results.
-
-    It charges for calls only. Reward functions score the last turn.
-    """
+    """An `Environment` whose observations are tool results. It charges for calls only; reward
+    functions score the last turn."""
 
     def __init__(
         self, chat: Chat, tools: Mapping[str, Tool], *, call_cost: float, max_characters: int
@@ -24,8 +22,7 @@ class Agent:
         self._call_cost, self._max_characters = call_cost, max_characters
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Returns the rendered prompt, i32[P]; it holds the tool schemas if the template shows
-        them."""
+        """Returns the rendered prompt, i32[P], with the tool schemas if the template shows them."""
         return example.tokens
 
     async def step(self, completion: np.ndarray) -> Step:

@@ -1,4 +1,4 @@
-"""The environment interface: what one implements, and the limits of an episode."""
+"""The interface of environments, and the limits of an episode."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -15,8 +15,8 @@ class Step(NamedTuple):
     """The environment's response to one turn of the policy.
 
     Attributes:
-      observation: token ids that the policy reads before its next turn, up to the point where that
-        turn begins; ignored if `done`.
+      observation: token ids that the policy reads before its next turn, up to the beginning of that
+        turn; ignored if `done`.
       reward: for this turn; an episode earns the sum over its turns.
       done: True at the end of the episode.
       metrics: summed over the episode, then averaged over episodes.
@@ -32,10 +32,8 @@ class Environment(Protocol):
     """One episode.
 
     Each episode gets a new instance and a thread with its own event loop, so the methods may block
-    and may be `def` or `async def`.
-
-    If there is a method `close()`, it is called once when the episode has ended, in another thread:
-    the last `reset` or `step` may still run if it timed out.
+    and may be `def` or `async def`. A method `close()`, if there is one, is called once after the
+    episode, in another thread: a `reset` or `step` that timed out may still run.
     """
 
     async def reset(self, example: Example) -> TokenIds:
@@ -43,12 +41,8 @@ class Environment(Protocol):
         ...
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Responds to a turn of the policy.
-
-        Args:
-          completion: i32[C], the sampled token ids. They end with the end-of-sequence token unless
-            the turn was truncated.
-        """
+        """Responds to a turn of the policy: i32[C], the sampled token ids. They end with the
+        end-of-sequence token unless the turn was truncated."""
         ...
 
 

@@ -16,13 +16,13 @@ _CONTROL = re.compile(r"[<\[].+[>\]]")
 class Chat:
     """Renders messages to append to a conversation of token ids.
 
-    Of the policy's turn it reads only the last token, to see whether the turn already ended as the
-    template ends it.
+    It reads only the last token of the policy's turn, to see whether that already is the template's
+    end of a turn.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepares the chat template of a tokenizer; raises ValueError if the tokenizer has no chat
-        template, or one that drops messages."""
+        """Prepares the chat template of a tokenizer; raises ValueError if it is missing or drops
+        messages."""
         if not tokenizer.chat_template:
             raise ValueError(
                 "the environment needs the model's chat template, and its tokenizer has none; "
@@ -35,7 +35,7 @@ class Chat:
             raise ValueError("the model's chat template drops user messages")
         try:
             self._has_tools = _MARK in self._rendered([{"role": "tool", "content": _MARK}])
-        except ValueError:  # a template may refuse a role that it does not know
+        except ValueError:  # a template may refuse an unknown role
             self._has_tools = False
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -47,10 +47,8 @@ class Chat:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def user_message(self, text: str, *, after: np.ndarray) -> np.ndarray:
-        """Renders a user message after the policy's turn i32[C], up to the beginning of its next.
-
-        Returns token ids, i32[N]. Control tokens in the text are escaped.
-        """
+        """Renders a user message after the policy's turn i32[C], up to the beginning of its next
+        turn, as token ids i32[N]. Control tokens in the text are escaped."""
         return self.messages([{"role": "user", "content": text}], after=after)
 
     def tool_messages(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
@@ -62,8 +60,8 @@ class Chat:
         return self.messages([{"role": "tool", "content": text} for text in texts], after=after)
 
     def messages(self, messages: Sequence[Mapping[str, str]], *, after: np.ndarray) -> np.ndarray:
-        """Renders messages of role and content as `user_message` does, those of the role `tool` as
-        `tool_messages`."""
+        """Renders messages with role and content: as `user_message`, or as `tool_messages` if the
+        role is `tool`."""
         said: list[dict[str, str]] = []
         for is_tool, run in itertools.groupby(messages, lambda m: m["role"] == "tool"):
             escaped = [m | {"content": self.escape(m["content"])} for m in map(dict, run)]
@@ -71,14 +69,14 @@ class Chat:
                 results = (f"<tool_response>\n{m['content']}\n</tool_response>" for m in escaped)
                 escaped = [{"role": "user", "content": "\n".join(results)}]
             said += escaped
-        # The end of the policy's turn was sampled already, unless a stop sequence of the config
-        # ended it.
+        # The end of the policy's turn is sampled already, unless one of the config's stop sequences
+        # ended the turn.
         return self.encode(self._rendered(said).removeprefix(self.decode(after[-1:])))
 
     def escape(self, text: str) -> str:
         """Returns the text with a space inside each control token, so that it cannot end a turn.
 
-        Halves of characters become "?": a tool may return them, and no tokenizer takes them.
+        Lone surrogates become "?": a tool may return them, and no tokenizer takes them.
         """
         text = text.encode(errors="replace").decode()
         for token in self._control:
@@ -86,6 +84,6 @@ class Chat:
         return text
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns what the template writes after the words of a turn."""
+        """Returns the template's text after the words of a turn."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         return apply_template(self.tokenizer, [*before, *messages]).partition(_MARK)[2]

@@ -1,4 +1,4 @@
-"""One episode as token ids: turns and observations are appended and never tokenised again."""
+"""One episode as token ids: turns and observations are appended and never re-tokenised."""
 
 import contextlib
 import functools
@@ -19,8 +19,8 @@ class EpisodeBuilder:
     """An episode in progress: a prompt, then turns of the policy with observations between them."""
 
     def __init__(self, prompt: np.ndarray, index: tuple[int, int]) -> None:
-        """Begins an episode from token ids i32[P]. The random numbers depend on the index: of the
-        prompt, and of the sample."""
+        """Begins an episode from token ids i32[P]. The random numbers depend on the index of prompt
+        and sample."""
         self._prompt, self._index = prompt, index
         self._length, self._truncated = 0, False
         # Tokens, log-probs, action mask and versions of each turn or observation.
@@ -45,15 +45,15 @@ class EpisodeBuilder:
         if self._experts is None or completion.experts is None:
             self._experts = completion.experts
         else:
-            # Keep the experts that drew the tokens, not those of the context computed again.
+            # Keeps the experts that drew the context; the sampler has computed the context again.
             new = completion.experts[len(self._experts) :]
             self._experts = np.concatenate([self._experts, new])
 
     def add_step(self, step: Step, limits: EpisodeLimits) -> End | None:
         """Adds the environment's response to the last turn, as `check_step` returns it.
 
-        Returns the end of the episode, or None if it continues. An observation that no turn can
-        follow is dropped.
+        Returns the end of the episode, or None if it continues. Drops an observation that leaves no
+        room for a turn.
         """
         self._turns[-1] = (*self._turns[-1][:2], step.reward)
         for name, value in step.metrics.items():
@@ -74,10 +74,8 @@ class EpisodeBuilder:
         return None
 
     def build(self, end: End, *, group: int) -> Rollout:
-        """Returns the rollout, without rewards of reward functions.
-
-        A failed episode has an empty action mask, so training ignores it.
-        """
+        """Returns the rollout, without rewards of reward functions. The action mask of a failed
+        episode is empty, so training ignores it."""
         episode = Episode(tuple(self._turns), end, self._metrics)
         tokens, logprobs, actions, versions = map(np.concatenate, zip(*self._chunks, strict=True))
         return Rollout(
@@ -110,7 +108,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Summarizes episodes; returns {} if there are none.
 
     Returns:
-      "turns", mean turns of an episode; "episodes/END", number of episodes that ended that way;
+      "turns", mean turns of an episode; "episodes/END", number of episodes with that end;
       "environment/NAME", mean of each metric of the environment over episodes that did not fail.
     """
     episodes = [r.episode for r in rollouts if r.episode is not None]
@@ -129,7 +127,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def check_prompt(returned: Any, limits: EpisodeLimits) -> np.ndarray:
-    """Returns the prompt that `reset` returned, as i32[P]; raises EpisodeError if it is none."""
+    """Converts the result of `reset` to a prompt, i32[P]; raises EpisodeError if it is invalid."""
     with _reading("the prompt"):
         prompt = _token_ids(returned, limits, what="the prompt")
     if not 0 < len(prompt) <= limits.max_prompt_tokens:
@@ -141,8 +139,8 @@ def check_prompt(returned: Any, limits: EpisodeLimits) -> np.ndarray:
 
 
 def check_step(returned: Any, limits: EpisodeLimits) -> Step:
-    """Returns what `step` returned, with Python's numbers; raises EpisodeError if it is invalid."""
-    with _reading("what step returned"):
+    """Converts the result of `step` to Python's numbers; raises EpisodeError if it is invalid."""
+    with _reading("the result of step"):
         if not isinstance(returned, tuple) or not 3 <= len(returned) <= 4:
             raise _invalid(f"step returned {returned!r:.200}, expected a Step")
         observation, reward, done, metrics = Step(*returned)
@@ -164,7 +162,7 @@ def check_step(returned: Any, limits: EpisodeLimits) -> Step:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turns anything that a user's number, array or mapping raises into an `EpisodeError`."""
+    """Turns exceptions of a user's numbers, arrays and mappings into `EpisodeError`."""
     try:
         yield
     except EpisodeError:
@@ -181,7 +179,7 @@ def _token_ids(returned: Any, limits: EpisodeLimits, *, what: str) -> np.ndarray
         raise _invalid(f"{what} is {returned!r:.200}, expected token ids")
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise _invalid(
-            f"{what} has token ids from {ids.min()} to {ids.max()}; the policy's are 0 to "
+            f"{what} has token ids from {ids.min()} to {ids.max()}; the policy's range from 0 to "
             f"{limits.vocab_size - 1}"
         )
     return ids.astype(np.int32)

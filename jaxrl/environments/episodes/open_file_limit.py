@@ -13,10 +13,8 @@ _open = 0
 
 
 def max_open_episodes() -> int:
-    """Returns the number of episodes that may be open at once, using half of the process's files.
-
-    Raises the process's soft limit on open files as far as allowed.
-    """
+    """Returns the number of episodes that may be open at once, which take half of the process's
+    files. Increases the process's soft limit on open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY:
@@ -28,10 +26,8 @@ def max_open_episodes() -> int:
 
 @contextlib.contextmanager
 def reserve_files(episodes: int) -> Iterator[None]:
-    """Holds the files of some episodes for the block; waits until they are free.
-
-    A request larger than the limit is granted when nothing else is open.
-    """
+    """Reserves the files of some episodes for the block; waits until they are free. A request above
+    the limit is granted when no other episode is open."""
     global _open
     most = max_open_episodes()
     with _changed:

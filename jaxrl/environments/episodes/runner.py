@@ -33,7 +33,7 @@ class EpisodeResults(NamedTuple):
 class EpisodeRunner(NamedTuple):
     """Runs episodes of one environment."""
 
-    make: Callable[[], Environment]  # of one episode
+    make: Callable[[], Environment]  # for one episode
     limits: EpisodeLimits  # of each episode
     scheduler: type["TurnScheduler"]  # decides which turns are sampled together
 
@@ -45,14 +45,12 @@ class EpisodeRunner(NamedTuple):
         params: SamplingParams,
         group_size: int,
     ) -> EpisodeResults:
-        """Runs episodes to their ends.
+        """Runs episodes of `examples`, which are given by the number of their group.
 
         Prompts are processed in chunks if their episodes would exceed the limit on open files. An
-        environment that raises, times out or returns an invalid step ends its own episode only. An
-        episode of a single turn equals what `sampler.sample` draws.
-
-        Examples are given by the number of their group. Raises what the sampler raises. The limits
-        of the runner replace `params.max_tokens`.
+        environment that raises, times out or returns an invalid step ends its own episode only. A
+        single turn equals a completion of `sampler.sample`. The limits of the runner replace
+        `params.max_tokens`. Raises the sampler's exceptions.
         """
         prompts, finished = list(enumerate(examples.items())), list[_Episode]()
         chunk = max(1, max_open_episodes() // group_size)
@@ -80,7 +78,7 @@ class TurnScheduler(abc.ABC):
         self._pool = ThreadPoolExecutor(episodes, thread_name_prefix="turns")
 
     async def sample(self, turn: Turn, *, number: int) -> Completion:
-        """Samples a turn, the first of an episode being number 0; raises as the sampler."""
+        """Samples a turn; the first of an episode is number 0. Raises as the sampler."""
         request = _Request(turn, number, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._schedule()
@@ -117,7 +115,7 @@ class TurnScheduler(abc.ABC):
             for done in self._sampler.sample_turns([r.turn for r in requests], params):
                 future = pending.pop((done.prompt_index, done.sample_index))
                 _call_in(loop, future.set_result, done)
-        except BaseException as error:  # otherwise the episodes would wait for ever
+        except BaseException as error:  # otherwise the episodes would wait forever
             for future in pending.values():
                 _call_in(loop, future.set_exception, error)
 
@@ -146,7 +144,7 @@ class ContinuousScheduler(TurnScheduler):
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Returns the seed of an episode's turn; that of turn 0 is the episode's own."""
+    """Returns the seed of an episode's turn; turn 0 has the episode's seed."""
     if number == 0:
         return seed
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 2)
@@ -230,7 +228,7 @@ class _Episode:
             result = function()
             if not inspect.isawaitable(result):
                 return result
-            # The context of this call, not of the event loop's first: it holds the deadline.
+            # The context of this call, not of the loop's first call: it holds the deadline.
             context = contextvars.copy_context()
             return self._loop.run(_awaited(result), context=context)
 

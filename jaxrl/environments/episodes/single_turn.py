@@ -29,15 +29,14 @@ def rollouts(
       examples: rows with a "prompt", a text or a list of {role, content} messages.
       tokenizer: the model's; its chat template renders the prompts if there is one.
       reward: (text of a completion, its example) -> a number.
-      params: of sampling.
+      params: parameters of sampling.
       group_size: completions per prompt.
-      rendering: of prompts to text.
+      rendering: options that turn prompts into text.
 
     Returns:
       The rollouts of each example in turn; `group` is the index of the example.
 
-    Raises:
-      ValueError: for a prompt that cannot be rendered, or as `Sampler.sample`.
+    Raises ValueError for a prompt that cannot be rendered, or as `Sampler.sample`.
     """
     render = make_renderer(tokenizer, rendering)
     prompts = []
@@ -57,10 +56,8 @@ def rollouts(
 def as_rollout(
     completion: Completion, prompt: np.ndarray, *, group: int, mask_truncated: bool = False
 ) -> Rollout:
-    """Returns a rollout of a completion, without its reward.
-
-    All of its tokens are actions; none are if it is truncated and `mask_truncated`.
-    """
+    """Returns a rollout of a completion, without its reward. All tokens are actions, but none if it
+    is truncated and `mask_truncated`."""
     truncated = completion.finish_reason == "length"
     return Rollout(
         prompt=prompt,

@@ -24,12 +24,11 @@ class TextGame:
         self._chat, self._game = chat, game
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Returns the prompt, i32[P], with the game's first observation for {observation}.
+        """Returns the prompt, i32[P], with the game's first observation for {observation}; raises
+        ValueError if the prompt has no {observation}.
 
-        The game gets the columns `reset`, a mapping of arguments, and `seed` if the data has them.
-
-        Raises:
-          ValueError: if the prompt has no {observation}.
+        The game's `reset` gets the arguments in the column `reset`, and the column `seed`, if the
+        data has them.
         """
         prompt = example.record["prompt"]
         if _PLACEHOLDER not in prompt:
@@ -57,6 +56,6 @@ class TextGame:
         return Step(observed, reward, metrics=metrics)
 
     def close(self) -> None:
-        """Closes the game if it has a `close`, as Gymnasium's do."""
+        """Closes the game if it has a `close`, as Gymnasium's games do."""
         if (close := getattr(self._game, "close", None)) is not None:
             close()

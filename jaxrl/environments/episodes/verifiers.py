@@ -1,8 +1,8 @@
 """Episodes of `verifiers` environments.
 
-An environment of verifiers asks a model for each turn with the whole conversation. The episode here
-holds token ids: of every request only the messages after the policy's last turn are rendered and
-appended. A request that changes earlier messages fails its episode.
+An environment of verifiers sends the whole conversation with each request for a turn. The episode
+here holds token ids: only the messages after the policy's last turn are rendered and appended. A
+request that changes earlier messages fails its episode.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from jaxrl.environments.tools.schema import parse_tool_calls
 
 
 class VerifiersEpisode:
-    """An `Environment`: one episode of a task, which the column `task` names by its index."""
+    """An `Environment`: one episode of a task. The column `task` is the task's index."""
 
     def __init__(self, chat: Chat, host: Host) -> None:
         """Creates one episode."""
@@ -28,11 +28,8 @@ class VerifiersEpisode:
         self._name, self._seen, self._numbers = "", list[Message](), itertools.count()
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Returns the task's first request, rendered with its tools, i32[P].
-
-        Raises:
-          ValueError: if the data has no column `task`.
-        """
+        """Returns the task's first request, rendered with its tools, i32[P]; raises ValueError if
+        the data has no column `task`."""
         index = example.row.get("task")
         if not isinstance(index, int):
             raise ValueError(f"the column task is {index!r}; expected the index of a task")
@@ -45,11 +42,8 @@ class VerifiersEpisode:
         return self._chat.encode(text)
 
     async def step(self, completion: np.ndarray) -> Step:
-        """Answers the environment's request with a turn.
-
-        Raises:
-          ValueError: if the next request does not continue the conversation.
-        """
+        """Answers the environment's request with a turn; raises ValueError if the next request does
+        not continue the conversation."""
         told = self._host.ask(self._name, turn=self._turn(completion))
         if "reward" in told:
             return Step((), told["reward"], True, told["metrics"])
@@ -64,7 +58,7 @@ class VerifiersEpisode:
         return Step(self._chat.messages(messages[before + 1 :], after=completion))
 
     def close(self) -> None:
-        """Gives the episode up if it runs."""
+        """Abandons the episode if it runs."""
         if self._name:
             self._host.end(self._name)
 
@@ -91,6 +85,6 @@ def _plain(message: Message) -> Message:
     if not isinstance(content, str):
         parts: Sequence[Mapping[str, Any]] = content
         if any(part.get("type") != "text" for part in parts):
-            raise ValueError(f"a message has content that is no text: {content!r:.80}")
+            raise ValueError(f"a message has content that is not text: {content!r:.80}")
         content = "".join(part["text"] for part in parts)
     return {"role": message["role"], "content": content}

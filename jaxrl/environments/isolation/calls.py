@@ -32,8 +32,7 @@ class Deadline:
         """Returns the seconds left, 0 if there are none."""
         with self._lock:
             if self._pauses:
-                # While the clock stands still there is no right moment to look again; a second is
-                # soon.
+                # At least a second: the clock stands still, so the caller should not poll fast.
                 return max(1.0, self._until - self._since)
             return max(0.0, self._until - time.monotonic())
 
@@ -60,10 +59,8 @@ _deadline: contextvars.ContextVar[Deadline | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def hold_processor() -> Iterator[None]:
-    """Holds one of the machine's processors for a block that starts a process and waits for it.
-
-    Waiting for a free processor does not count against the deadline of the current call.
-    """
+    """Holds one of the machine's processors for a block that starts a process and waits for it. The
+    wait for a free processor does not count against the deadline of the current call."""
     deadline = _deadline.get()
     with deadline.paused() if deadline is not None else contextlib.nullcontext():
         _free.acquire()
@@ -74,10 +71,8 @@ def hold_processor() -> Iterator[None]:
 
 
 def uses_processes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function whose work is done by other processes: a decorator.
-
-    `call_each` calls it from as many threads as there are processors.
-    """
+    """Marks a function whose work other processes do: a decorator. `call_each` calls it in as many
+    threads as there are processors."""
     setattr(function, _USES_PROCESSES, True)
     return function
 
@@ -91,14 +86,14 @@ def call_each(
 ) -> list[Any]:
     """Calls a function once for each tuple of arguments, and `convert` with each result.
 
-    Calls run one after the other in one thread; marked by `uses_processes`, as many at once as
-    there are processors; asynchronous, up to 64 at once. Python cannot end a thread: a call that
-    times out keeps running in its daemon thread, and the following calls run in a new one.
+    Calls run one after the other in one thread. Functions marked by `uses_processes` run as often
+    at once as there are processors, asynchronous functions up to 64 times. Python cannot end a
+    thread: a call that times out keeps running in its daemon thread, and the following calls run in
+    a new one.
 
     Returns:
       For each call its result, or the exception that it raised, SystemExit included; TimeoutError
-      if it took more than `timeout` seconds. The conversion counts, too: an iterator may be
-      endless.
+      if call and conversion took more than `timeout` seconds.
     """
     if inspect.iscoroutinefunction(function):
         return _call_async(function, arguments, timeout=timeout, convert=convert)
@@ -127,11 +122,11 @@ def call_each(
 def _call_in_turn(
     function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float
 ) -> list[Any]:
-    """Makes calls in turn in one thread, and returns the result or exception of each. After the
-    first that takes too long, whose outcome is a TimeoutError, there are no more.
+    """Makes calls in turn in one thread, and returns the result or exception of each. Stops after
+    the first call that takes too long, whose outcome is a TimeoutError.
 
-    While another thread computes, Python switches to a new thread after 5 ms, and back after as
-    many. One thread for all calls pays this once, not once per call.
+    While another thread computes, Python takes 5 ms to switch to a new thread, and 5 ms to switch
+    back. One thread for all calls pays this once, not once per call.
     """
     lock, outcomes, abandoned = threading.Lock(), list[Any](), False
     deadline = Deadline(timeout)  # of the call that runs
@@ -181,10 +176,10 @@ def _call_async(
     async def outcome(call: tuple[Any, ...]) -> Any:
         try:
             return convert(await function(*call))
-        # The deadline cancels the call; swallowing that would make it a result.
+        # The deadline cancels the call; a cancellation must not become a result.
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # SystemExit would end the loop, and all other calls
+        except BaseException as error:  # SystemExit would end the loop and all other calls
             return error
 
     async def limited(call: tuple[Any, ...]) -> Any:
@@ -199,7 +194,7 @@ def _call_async(
     async def call_all() -> list[Any]:
         return await asyncio.gather(*map(limited, arguments), return_exceptions=True)
 
-    # A call that blocks the event loop delays all others; one more timeout for that.
+    # One more timeout, because a call that blocks the event loop delays all others.
     seconds = (1 - (-len(arguments) // _ASYNC_CALLS)) * timeout
     (outcomes,) = _call_in_turn(asyncio.run, [(call_all(),)], timeout=seconds)
     return [outcomes] * len(arguments) if isinstance(outcomes, BaseException) else outcomes
@@ -223,7 +218,7 @@ def _too_long(timeout: float) -> TimeoutError:
 
 
 def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Makes one call, as `Worker.submit`, in a daemon thread of its own."""
+    """Makes one call, as `Worker.submit`, in a new daemon thread."""
     worker = Worker()
     future = worker.submit(function, *arguments)
     worker.end()
@@ -231,7 +226,7 @@ def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 
 class Worker:
-    """A daemon thread: it ends with the program even if its function never returns."""
+    """A daemon thread, which ends with the program even if its function never returns."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -240,10 +235,7 @@ class Worker:
     def submit(
         self, function: Callable[..., Any], *arguments: Any, deadline: Deadline | None = None
     ) -> Future[Any]:
-        """Queues a call; its future cannot be cancelled.
-
-        `hold_processor` pauses the deadline while the call waits.
-        """
+        """Queues a call; its future cannot be cancelled. `hold_processor` pauses the deadline."""
         future: Future[Any] = Future()
         self._calls.put((future, deadline, function, arguments))
         return future

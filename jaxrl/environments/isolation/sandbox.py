@@ -2,9 +2,9 @@
 
 Linux only. Kernel namespaces hide the network, other processes, devices and all files but the
 system's and Python's own; only an empty directory in memory can be written to. A system-call filter
-blocks the sockets of other programs. Limits bound time, memory and output. The watcher is this
-process, which the program can neither see nor signal, and the program ends with it. This is as safe
-as the kernel: do not run code written to break out of it.
+blocks the sockets of other programs. Limits bound time, memory and output. The program can neither
+see nor signal this process, which watches it, and ends with it. The sandbox is as safe as the
+kernel: do not run code written to break out of it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class SandboxError(RuntimeError):
 
 
 class UnsupportedTestsError(ValueError):
-    """The tests do something that cannot cross to another process."""
+    """The tests need something that cannot cross to another process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,8 @@ class ProgramResult:
 
 
 def run_python(code: str, *, limits: SandboxLimits | None = None) -> ProgramResult:
-    """Runs a Python program that needs only the standard library, as `__main__`.
-
-    It starts once a processor is free of other programs.
-
-    Raises:
-      SandboxError: if the sandbox cannot be set up on this machine.
-    """
+    """Runs a Python program that needs only the standard library, as `__main__`; raises
+    SandboxError if the sandbox cannot be set up. It starts once a processor is free."""
     limits = limits or SandboxLimits()
     with hold_processor(), _host("program", code, limits=limits) as host:
         until = _wait_until_ready([host], limits)
@@ -75,16 +70,17 @@ def run_python(code: str, *, limits: SandboxLimits | None = None) -> ProgramResu
 def run_tests(code: str, tests: str, *, limits: SandboxLimits | None = None) -> bool:
     """Runs tests in one interpreter against a module of code in another.
 
-    The tests use the names of the code as if they had imported them; see `inside/peer.py` for what
-    crosses between the two processes. The code never holds the tests, their expected values or the
-    proof that they passed.
+    The tests use the names of the code as if they had imported them; `inside/peer.py` describes the
+    values that cross between the processes. The code never holds the tests, their expected values
+    or the proof that they passed.
 
     Returns:
       True if the tests ran to their end in time.
 
     Raises:
       SandboxError: if the sandbox cannot be set up on this machine.
-      UnsupportedTestsError: if the tests pass something to the code that cannot cross.
+      UnsupportedTestsError: if the tests pass something to the code that cannot cross, such as a
+        module.
     """
     limits = limits or SandboxLimits()
     with contextlib.ExitStack() as stack:
@@ -94,9 +90,9 @@ def run_tests(code: str, tests: str, *, limits: SandboxLimits | None = None) -> 
         served = stack.enter_context(_host("code", code, limits=limits, pipes=(asked, answered)))
         tester = stack.enter_context(_host("tests", tests, limits=limits, pipes=(answers, asks)))
         for end in (asked, asks, answers, answered):
-            end.close()  # so that each side sees when the other one is gone
+            end.close()  # so that each side sees the other one's end
         until = _wait_until_ready([served, tester], limits)
-        # Without the code's process the tests end at once, so only theirs is waited for.
+        # The tests end at once when the code's process does, so it suffices to wait for the tests.
         _watch([tester, served], until=until)
         report = tester.outputs["control"].decode(errors="replace")
     if report.startswith("U"):
@@ -118,21 +114,21 @@ class _Host:
         }
         self.outputs = {name: bytearray() for name in self.streams}
         self._most = most
-        # A selector can wait for it, and it names this process even if the number is used again.
+        # A selector can wait for it, and it names this process even if the number is reused.
         self.exited = os.pidfd_open(process.pid)
 
     def read(self, name: str) -> bool:
         """Reads once from a stream, and keeps at most `limits.output` bytes; False at its end."""
         data = os.read(self.streams[name], _CHUNK)
         kept = self.outputs[name]
-        # Read even what is not kept: a full pipe would stop the program, which would then time out.
+        # The rest is read as well: a full pipe would stop the program, which would then time out.
         kept += data[: self._most - len(kept)]
         return bool(data)
 
     def end(self) -> int:
         """Kills the process, if it runs, and returns its status."""
-        # This is the process outside the walls. PID 1 inside ends with it, and with PID 1 the
-        # kernel ends all other processes of the namespace.
+        # It is the process outside the walls. PID 1 inside ends with it, and the kernel then ends
+        # all other processes of the namespace.
         self.process.kill()
         status = self.process.wait()
         return status if status >= 0 else 128 - status
@@ -149,12 +145,11 @@ def _host(
     """Starts a process; it is gone after the block."""
     if sys.platform != "linux":
         raise SandboxError(_CANNOT.format(f"this is {sys.platform}"))
-    # Lone surrogates cannot be encoded; such a program is not one.
+    # Lone surrogates cannot be encoded, and no valid program has them.
     text = walls.memory_file(source.encode(errors="replace"))
     # Standard output belongs to the program, which could forge a report there.
     control, its_end = os.pipe()
-    # The source is a descriptor: arguments are limited in length, and a file would have to be
-    # visible inside.
+    # The source is a descriptor: the length of arguments is limited, and files are not visible.
     keep = (its_end, text, *(pipe.fileno() for pipe in pipes))
     seconds = int(limits.seconds) + 1  # of computing
     arguments = (seconds, limits.memory, limits.processes, *keep)
@@ -177,7 +172,7 @@ def _host(
 
 
 def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
-    """Waits until all processes are set up, and returns the time at which theirs is over."""
+    """Waits until all processes are set up, and returns the deadline of their program."""
     latest = time.monotonic() + _STARTUP_SECONDS
     for host in hosts:
         with selectors.DefaultSelector() as selector:
@@ -188,7 +183,7 @@ def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
                 f"the sandbox did not start within {_STARTUP_SECONDS:g} s; reduce the load on the "
                 "machine"
             )
-        # At the end of the stream nothing is read: the process ended before it was ready.
+        # Nothing is read at the end of the stream: the process ended before it was ready.
         if os.read(host.streams["control"], 1) != b"1":
             host.process.wait(_STARTUP_SECONDS)
             lines = os.read(host.streams["stderr"], _CHUNK).decode(errors="replace").splitlines()
@@ -199,17 +194,15 @@ def _wait_until_ready(hosts: Sequence[_Host], limits: SandboxLimits) -> float:
 
 
 def _watch(hosts: Sequence[_Host], *, until: float) -> bool:
-    """Reads all streams until the first process has exited and its streams are closed.
-
-    Returns False if the time is over first.
-    """
+    """Reads all streams until the first process has exited and its streams are closed; returns
+    False if the deadline comes first."""
     with selectors.DefaultSelector() as selector:
         for host in hosts:
             for name, stream in host.streams.items():
                 selector.register(stream, selectors.EVENT_READ, (host, name))
         selector.register(hosts[0].exited, selectors.EVENT_READ, (hosts[0], None))
-        # Exit and streams: a pipe may hold output when the program is gone, and a process that the
-        # program started may write to it. Other hosts are read so that they do not block.
+        # Exit and streams: afterwards a pipe may still hold output, and a child process may still
+        # write to it. Other hosts are read so that they do not block.
         left = 1 + len(hosts[0].streams)
         while left:
             wait = until - time.monotonic()

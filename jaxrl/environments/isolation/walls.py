@@ -17,7 +17,7 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
 _INSIDE = Path(__file__).resolve().with_name("inside")
 _finding = threading.Lock()
 # With -I -S Python ignores the user's variables and site-packages, so this package is put on the
-# path by hand: last, lest it hide a module of Python, and only until it is imported.
+# path by hand: last, so that it hides no module of Python, and only until it is imported.
 _START = "import sys; sys.path.append(%r); from inside.host import main; del sys.path[-1]; main()"
 
 
@@ -29,14 +29,14 @@ def start(
     The process outside the walls is killed when the calling thread ends, and the host with it.
     """
     bubblewrap = find_bubblewrap()
-    # The interpreter of a virtual environment is a link to this one, and the rest is not needed.
+    # The interpreter of a virtual environment is a link to this one; nothing else of it is needed.
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     # Told apart by an argument, because inside bubblewrap there is nothing left to set up.
     walls = "own" if bubblewrap is None else "bubblewrap"
     here = str(_INSIDE.parent) if bubblewrap is None else os.path.dirname(PACKAGE)
     host = [python, "-I", "-S", "-c", _START % here, role, walls, str(os.getpid())]
     command = [*host, *map(str, arguments)]
-    # bubblewrap installs the filter last, when it has made all system calls that the filter denies.
+    # bubblewrap installs the filter last, after all system calls that the filter denies.
     code = memory_file(packed_filter()) if bubblewrap else None
     if bubblewrap and code is not None:
         command = [bubblewrap, *bubblewrap_options(memory), "--seccomp", str(code), *command]
@@ -56,8 +56,8 @@ def start(
 
 
 def find_bubblewrap() -> str | None:
-    """Returns bubblewrap's path if it works on this machine; reports once which walls there are."""
-    # functools.cache alone would let each of several threads try, and report.
+    """Returns bubblewrap's path if it works on this machine; reports once which walls are used."""
+    # With functools.cache alone several threads would try and report.
     with _finding:
         return _try_bubblewrap()
 
@@ -69,13 +69,13 @@ def _try_bubblewrap() -> str | None:
         error = "bubblewrap (bwrap) is not installed"
     else:
         try:
-            # Being installed says little: containers often forbid the namespaces that it needs.
+            # It may be installed and not work: containers often forbid the namespaces it needs.
             command = [path, *bubblewrap_options(1 << 20), "true"]
             tried = subprocess.run(command, capture_output=True, timeout=30, check=False)
             error = tried.stderr.decode(errors="replace").strip() if tried.returncode else None
         except (OSError, subprocess.TimeoutExpired) as failed:
             error = str(failed)
-    # Their directory is read-only inside, so that each start would compile them again.
+    # Their directory is read-only inside, so each start would compile them again.
     compileall.compile_dir(_INSIDE, quiet=2)
     using = "bubblewrap's namespaces" if error is None else "namespaces of its own"
     reason = f": {error}" if error else ""
@@ -84,9 +84,9 @@ def _try_bubblewrap() -> str | None:
 
 
 def bubblewrap_options(memory: int) -> list[str]:
-    """Returns the options that make the walls, the filter of system calls aside."""
-    # --unshare-all goes on without a user namespace if the kernel refuses one; --unshare-user
-    # fails. As PID 1, the program takes all processes that it started with it when it ends.
+    """Returns the options that make the walls, except the filter of system calls."""
+    # --unshare-all continues without a user namespace if the kernel refuses one; --unshare-user
+    # fails. When a program that is PID 1 ends, all processes that it started end too.
     options = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     options += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1"]
     # Files of a tmpfs are memory: without a size the program could take all of the machine's.
@@ -102,8 +102,8 @@ def bubblewrap_options(memory: int) -> list[str]:
 
 
 def memory_file(data: bytes) -> int:
-    """Returns a file descriptor of a file in memory, to be read from its beginning."""
-    # It has no path: nothing is left behind, and no other user can open it.
+    """Returns a descriptor of a file in memory, positioned at its beginning."""
+    # The file has no path: nothing is left behind, and no other user can open it.
     descriptor = os.memfd_create("sandbox")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)

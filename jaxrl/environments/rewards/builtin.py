@@ -1,7 +1,7 @@
 """Reward functions that a config names: `(completion: str, example: Mapping) -> float`.
 
 `example` is the row of the data; its keys `prompt` and `answer` are the columns that the config
-names. A user's own reward function is named as `file.py:function`.
+names. A config names a user's own reward function as `file.py:function`.
 """
 
 import re
@@ -26,10 +26,7 @@ def numeric_match(completion: str, example: Mapping[str, Any]) -> float:
 
     The final number is the one after the last `####` (GSM8K), else the one in the last \boxed{},
     else the last one in the text. Thousands separators and currency signs are ignored: `$1,000.00`
-    equals `1000`.
-
-    Raises:
-      ValueError: if the reference answer contains no number.
+    equals `1000`. Raises ValueError if the reference answer contains no number.
     """
     expected = final_number(str(example["answer"]))
     if expected is None:
@@ -46,7 +43,7 @@ def math_verify(completion: str, example: Mapping[str, Any]) -> float:
 
     The library math-verify compares them: `\frac{1}{2}`, `0.5` and `1/2` are equal, as are
     `(x+1)^2` and `x^2+2x+1`. The reference answer is an expression, or a text that marks one with
-    `$...$` or `\boxed{...}`. Expressions count as different if comparing them takes more than 5
+    `$...$` or `\boxed{...}`. Expressions count as different if their comparison takes more than 5
     seconds of CPU time.
 
     Raises:
@@ -74,15 +71,10 @@ def hash_format(completion: str, example: Mapping[str, Any]) -> float:
 def python_tests(completion: str, example: Mapping[str, Any]) -> float:
     """Returns 1 if the completion's Python passes all of the example's tests; else 0.
 
-    The code is the last fenced block, else the whole completion. `example["tests"]` is a text, or a
-    list of texts, of Python that raises if the code is wrong, such as MBPP's asserts. Code and
-    tests run in two processes of the sandbox; the tests call the code's functions through a pipe.
-    The code runs as an imported module, not as `__main__`.
-
-    Raises:
-      SandboxError: if the sandbox cannot be set up on this machine.
-      UnsupportedTestsError: if the tests pass something to the code that cannot go to another
-        process, such as a module.
+    The code is the last fenced block, else the whole completion. `example["tests"]` is Python that
+    raises if the code is wrong, such as MBPP's asserts: a text or a list of texts. Code and tests
+    run in two processes of the sandbox; the tests call the code's functions through a pipe. The
+    code runs as an imported module, not as `__main__`. Raises as `run_tests`.
     """
     fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
     tests = example["tests"]
@@ -91,12 +83,12 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
 
 
 def brevity(completion: str, example: Mapping[str, Any]) -> float:
-    """Returns minus the number of characters / 1000; give it a small weight."""
+    """Returns minus the number of characters / 1000; needs a small weight."""
     return -len(completion) / 1000
 
 
 def final_number(text: str) -> Decimal | None:
-    """Returns the final number of a text, as `numeric_match` reads it; None without one."""
+    """Returns the final number of a text, as `numeric_match` defines it; None without a number."""
     if "####" in text:
         found = _NUMBER.findall(text.rpartition("####")[2])[:1]
     else:

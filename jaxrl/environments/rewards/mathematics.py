@@ -1,7 +1,7 @@
 """Mathematical equality of expressions, checked in processes that can be killed.
 
 A completion may contain a number that takes hours to compute. In the learner's process that would
-block every thread: an operation on integers holds the interpreter until it is done.
+block every thread, because an operation on integers holds the interpreter until it is done.
 """
 
 import atexit
@@ -21,11 +21,9 @@ _idle: list[subprocess.Popen[str]] = []
 
 
 def equal(reference: str, completion: str) -> bool:
-    """Returns True if the expression in a completion equals the one in the reference answer.
-
-    A comparison that needs more than 5 seconds of CPU time, or 4 GiB, counts as unequal. Raises as
-    `builtin.math_verify`, and RuntimeError if the package fails.
-    """
+    """Returns True if the expression in a completion equals the one in the reference answer; False
+    if comparing them takes more than 5 seconds of CPU time or 4 GiB. Raises as
+    `builtin.math_verify`, and RuntimeError if the package fails."""
     with hold_processor():
         equal = _ask(json.dumps([reference, completion]))
     if equal is None:
@@ -36,7 +34,7 @@ def equal(reference: str, completion: str) -> bool:
 
 
 def _ask(question: str) -> bool | str | None:
-    """Sends a question to an idle process; returns False if it dies over it."""
+    """Sends a question to an idle process; returns False if it kills the process."""
     try:
         process = _idle.pop()
     except IndexError:

@@ -32,8 +32,8 @@ def main() -> None:
     reply(True)
     for line in sys.stdin:
         reference, completion = json.loads(line)
-        # Python handles the library's own timeout signal between two operations, but one operation
-        # on integers can take hours. This signal is not handled: it kills the process.
+        # Python would handle the library's own timeout signal between two operations, but one
+        # operation on integers can take hours. This signal has no handler: it kills the process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             expected = parse(reference, parsing_timeout=0)

@@ -16,7 +16,7 @@ from jaxrl.environments.rewards import builtin
 RewardFn = Callable[..., Any]  # `def` or `async def`
 
 _BATCHED = "_jaxrl_batched"
-_LARGEST = 1e30  # the learner computes with 32 bits
+_LARGEST = 1e30  # the learner computes in f32
 
 
 class Reward(NamedTuple):
@@ -25,10 +25,10 @@ class Reward(NamedTuple):
     name: str  # for metrics and messages
     function: RewardFn  # (completion, example) -> number, or marked by `batched`
     weight: float  # its factor in the sum
-    timeout: float = 60.0  # seconds for each call
+    timeout: float = 60.0  # seconds per call
 
 
-class Scores(NamedTuple):
+class RewardScores(NamedTuple):
     """Rewards of N completions."""
 
     total: np.ndarray  # f64[N], weighted; NaN where a function failed, so that training ignores it
@@ -44,7 +44,7 @@ def batched(function: RewardFn) -> RewardFn:
 
 
 def is_batched(function: RewardFn) -> bool:
-    """Tells if a function is marked by `batched`."""
+    """Tells whether a function is marked by `batched`."""
     return hasattr(function, _BATCHED)
 
 
@@ -72,22 +72,22 @@ def _check_signature(function: RewardFn, *, path: str) -> None:
     except TypeError as error:
         raise ValueError(
             f"reward.path = {path!r}: it must take two arguments, a completion and an example, but "
-            f"calling it so fails: {error}"
+            f"calling it with two fails: {error}"
         ) from error
-    except ValueError:  # Python does not know the parameters of every function in C
+    except ValueError:  # some functions in C have no known parameters
         pass
 
 
 def score(
     terms: Sequence[Reward], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
-) -> Scores:
+) -> RewardScores:
     """Applies every reward function to every completion.
 
-    A function that raises, times out or returns no number of 32 bits fails on that completion: the
-    reward is NaN and the failure is counted. A batched function fails on all completions at once.
-    Each call gets an example of its own: what it changes there, no other call sees.
+    A function that raises, times out or returns anything but a number within +-1e30, also after the
+    weight, fails on that completion: the reward is NaN and the failure is counted. A batched
+    function that raises fails on all completions. Each call gets its own copy of the example.
     """
-    scores = Scores(np.zeros(len(completions)), {}, {}, None)
+    scores = RewardScores(np.zeros(len(completions)), {}, {}, None)
     for term in terms:
         values, failure = np.full(len(completions), np.nan), None
         for i, value in enumerate(_apply(term, completions, examples)):
@@ -103,8 +103,13 @@ def score(
 
 
 def with_component(
-    scores: Scores, name: str, *, values: np.ndarray, weight: float, failure: str | None = None
-) -> Scores:
+    scores: RewardScores,
+    name: str,
+    *,
+    values: np.ndarray,
+    weight: float,
+    failure: str | None = None,
+) -> RewardScores:
     """Adds a reward: values f64[N], NaN where it failed, and the message of its first failure."""
     with np.errstate(over="ignore", invalid="ignore"):
         wrong = ~(np.abs(values) * max(1.0, abs(weight)) <= _LARGEST)
@@ -115,7 +120,7 @@ def with_component(
             f"its weight of {weight:g} it must be within +-{_LARGEST:g}"
         )
     values = np.where(wrong, np.nan, values)
-    return Scores(
+    return RewardScores(
         scores.total + weight * values,
         {**scores.components, name: values},
         {**scores.failures, name: failed},
@@ -126,7 +131,7 @@ def with_component(
 def _apply(
     term: Reward, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
 ) -> Sequence[float | BaseException]:
-    """Returns the reward of each completion, or the error in its place."""
+    """Returns the reward of each completion, or its error."""
     own = [copy.deepcopy(dict(example)) for example in examples]
     if not is_batched(term.function):
         pairs = list(zip(completions, own, strict=True))
@@ -139,7 +144,7 @@ def _apply(
 
 
 def _each(returned: Any, *, count: int) -> list[float | BaseException]:
-    """Converts what a batched function returned for `count` completions."""
+    """Converts a batched function's result for `count` completions."""
     values = list(itertools.islice(returned, count + 1))
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else len(values)

@@ -16,7 +16,7 @@ _MOST_DIGITS = 400  # to round to; a float has at most 324
 
 
 def _round(number: Number, *digits: int) -> Number:
-    # Rounding an integer to -4000000 digits computes 10**4000000 while no other thread runs.
+    # Rounding an integer to -4000000 digits computes 10**4000000 and blocks all other threads.
     if any(abs(d) > _MOST_DIGITS for d in digits):
         raise ValueError(f"round takes at most {_MOST_DIGITS} digits")
     return round(number, *digits)
@@ -68,8 +68,8 @@ def python(code: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Evaluates an expression; raises ValueError for anything but arithmetic on numbers, or a
-    number that is too large."""
+    """Evaluates an expression; raises ValueError for anything but arithmetic on numbers, and if a
+    number is too large."""
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
             return _bounded(value)

@@ -50,12 +50,8 @@ class Tool(NamedTuple):
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """Makes a tool of a function with type hints; its docstring is the description.
-
-    Raises:
-      ValueError: for a parameter without a type hint or without a name in calls, or a function
-        without a docstring.
-    """
+    """Makes a tool of a function with type hints, described by its docstring; raises ValueError
+    without a docstring, or for a parameter without a type hint or not passable by name."""
     name, text = function.__name__, inspect.getdoc(function)
     if not text:
         raise ValueError(f"the tool {name} has no docstring; the model reads it as the description")
@@ -90,11 +86,8 @@ def make_tool(function: Callable[..., Any]) -> Tool:
 
 def load_tools(references: Sequence[str]) -> dict[str, Tool]:
     """Loads the tools of `environment.tools`, by name: `calculator`, `python`, `search:FILE`,
-    `file.py:function` or `package.module:function`.
-
-    Raises:
-      ValueError: for a tool that cannot be loaded or made, or two of the same name.
-    """
+    `file.py:function` or `package.module:function`; raises ValueError for a tool that cannot be
+    loaded or made, or two of the same name."""
     tools: dict[str, Tool] = {}
     for reference in references:
         name, _, corpus = reference.partition(":")
@@ -133,11 +126,8 @@ def _parse(body: str, ended: bool) -> ToolCall:
 
 
 async def run_tool_call(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
-    """Runs a call; the model is told of errors in it and of exceptions of the tool.
-
-    Raises:
-      SandboxError: if the sandbox cannot be set up, which the model cannot change.
-    """
+    """Runs a call; the result tells the model of errors in the call and exceptions of the tool.
+    Raises SandboxError, because the model cannot repair the machine."""
     try:
         if call.error is not None:
             raise ToolError(call.error)

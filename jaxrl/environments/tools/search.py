@@ -31,7 +31,7 @@ class Index:
         self._places = {word: np.array(found).T for word, found in places.items()}
 
     def best(self, query: str, *, most: int) -> list[str]:
-        """Returns the texts that match a query best, in order; each has one of its words."""
+        """Returns the best matches of a query, in order; each has at least one of its words."""
         scores = np.zeros(len(self._texts))
         for word in dict.fromkeys(_WORD.findall(query.lower())):
             if word in self._places:
@@ -55,13 +55,9 @@ def make_search(path: str) -> Callable[[str], str]:
 
 
 def read_corpus(path: str) -> list[str]:
-    """Reads passages: of a .txt file, between blank lines; of a .jsonl file, `text` and, if
-    present, `title`.
-
-    Raises:
-      ValueError: for a missing file, another format, a file without text, or a line without
-        `text`; the message names it.
-    """
+    """Reads the passages of a .txt file, separated by blank lines, or of a .jsonl file with `text`
+    and maybe `title`; raises ValueError for a missing file, another format, a file without text or
+    a line without `text`."""
     file = Path(path)
     if file.suffix not in (".txt", ".jsonl") or not file.is_file():
         raise ValueError(f"environment.tools: search:{path} is not a .txt or .jsonl file")

@@ -64,7 +64,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         items = [encode(item, refer) for item in value]
         return ["namedtuple", [kind.__name__, *fields], items]
     if issubclass(kind, (int, float, str)) and not issubclass(kind, enum.Enum):
-        # A number or text of a class of its own crosses as the plain value, which tests compare.
+        # A number or text of a subclass crosses as the plain value, which tests compare.
         base = next(base for base in (int, float, str) if issubclass(kind, base))
         return encode(base(value), refer)
     if kind is type and vars(builtins).get(value.__name__) is value:
@@ -77,10 +77,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
-    """Returns the value of JSON data; `resolve` decodes references.
-
-    Whatever the data, it makes instances of built-in types and calls nothing else.
-    """
+    """Returns the value of JSON data; `resolve` decodes references. For any data it makes instances
+    of built-in types and calls nothing else."""
     if type(data) in _ITSELF or type(data) is int:
         return data
     tag, *rest = data
@@ -100,7 +98,7 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
             _named_tuples[fields] = collections.namedtuple(fields[0], fields[1:])
         return _named_tuples[fields](*(decode(item, resolve) for item in rest[1]))
     if tag == "type":
-        # Types only: `exec` is a built-in, too.
+        # Types only, because `exec` is a built-in too.
         found = vars(builtins)[rest[0]]
         if not isinstance(found, type):
             raise TypeError(f"{rest[0]!r} is not a built-in type")

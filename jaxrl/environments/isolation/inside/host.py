@@ -30,9 +30,9 @@ def main() -> None:
 
         enter(caller=caller, memory=memory)
         sys.modules["inside"].__path__[:] = [PACKAGE]  # for the imports below
-    # The program need not know its limits and descriptors.
+    # The program must not see its limits and descriptors.
     sys.argv[:] = [""]
-    # After the walls, whose own fork must not count against the limits of the program.
+    # After the walls, because their fork must not count against the program's limits.
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),
@@ -43,8 +43,7 @@ def main() -> None:
     ):
         resource.setrlimit(kind, (most, most))
     if role == "tests":
-        # Imported before the process says that it is ready, so that it takes none of the tests'
-        # time.
+        # Imported before the process reports that it is ready, at no cost to the tests' time.
         from .testing import run_tests
 
         os.write(control, b"1")

@@ -20,32 +20,13 @@ FORWARDED = (
 )
 
 
-def _enter(manager: Any) -> Any:
-    return type(manager).__enter__(manager)
-
-
-def _exit(manager: Any) -> Any:
-    return type(manager).__exit__(manager, None, None, None)
-
-
+_FUNCTIONS: tuple[Any, ...] = (
+    *(operator.call, operator.getitem, operator.setitem, operator.delitem),
+    *(getattr, setattr, delattr, iter, next, len, bool, str, repr, hash, int, float),
+)
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": operator.call,
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "hash": hash,
-    "int": int,
-    "float": float,
-    "enter": _enter,
-    "exit": _exit,
+    **{function.__name__: function for function in _FUNCTIONS},
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     **{name: getattr(operator, f"__{name}__") for name in (*COMPARISONS, *ARITHMETIC)},
 }

@@ -29,13 +29,13 @@ def enter(*, caller: int, memory: int) -> None:
     """
     make_namespaces()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # new credentials would clear it
-    # If the caller ended before prctl, no signal would ever come.
+    # If the caller ended before prctl, no signal will ever come.
     if os.getppid() != caller:
         os._exit(1)
-    life, held = os.pipe()  # its end tells the child that this process is gone
+    life, held = os.pipe()  # closes when this process ends, which tells the child
     child = os.fork()
     if child:
-        # Open copies of the program's pipes would hide from their readers that it has closed them.
+        # Open copies would hide from the pipes' readers that the program has closed them.
         os.closerange(0, held)
         os.closerange(held + 1, 256)
         _, status = os.waitpid(child, 0)
@@ -46,7 +46,7 @@ def enter(*, caller: int, memory: int) -> None:
     os.set_blocking(life, False)
     try:
         os.read(life, 1)
-        os._exit(1)  # the parent ended before this process asked to end with it
+        os._exit(1)  # the parent ended before prctl
     except BlockingIOError:
         os.close(life)
     # A signal to the process group reaches members outside the PID namespace too.
@@ -62,7 +62,7 @@ def check(result: int, what: str) -> None:
 
 def make_namespaces() -> None:
     """Creates namespaces for users, mounts, network, IPC and PIDs; the next child gets PID 1."""
-    # Read first: in the new namespace, without a map, every user is nobody.
+    # Read first: in a new namespace without a map every user is nobody.
     user, group = os.getuid(), os.getgid()
     check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PIDS), "unshare")
     # Only a process that gave up setgroups may map its group without privileges.
@@ -81,11 +81,11 @@ def confine(memory: int) -> None:
     check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
     shown = visible_paths()
     links = {**LINKS, **{path: target for path, target in shown.items() if target}}
-    # Before /tmp is covered: Python or this package may lie below it.
+    # Copied before /tmp is covered, because Python or this package may lie below it.
     copies = {path: copy_mounts(path) for path in (*shown, *DEVICES) if path not in links}
     is_directory = {path: os.path.isdir(path) for path in copies} | {PACKAGE: True}
     copies[PACKAGE] = copy_mounts(os.path.dirname(os.path.realpath(__file__)))
-    # Any directory could become the root; this one is on every machine.
+    # Any directory could become the root; /tmp exists on every machine.
     check(libc.mount(b"none", b"/tmp", b"tmpfs", MS_NOSUID, b"size=1m,mode=755"), "a new root")
     os.chdir("/tmp")
     os.mkdir(WORK[1:])
@@ -97,16 +97,16 @@ def confine(memory: int) -> None:
     os.mkdir("proc")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     if libc.mount(b"proc", b"proc", b"proc", flags, None) != 0:
-        # A container with a masked /proc may not mount another; the program gets an empty one.
+        # A container with a masked /proc may not mount another, so the program gets an empty one.
         check(libc.mount(b"none", b"proc", b"tmpfs", flags, None), "an empty /proc")
     for path, target in links.items():
         os.makedirs(os.path.dirname(path)[1:] or ".", exist_ok=True)
         os.symlink(target, path[1:])
-    # The old root now lies on top of the new one, at the same path (pivot_root(2)). It is in use,
-    # so that it can only be detached.
+    # The old root now lies on top of the new one, at the same path (pivot_root(2)). It can only be
+    # detached, because it is in use.
     check(libc.pivot_root(b".", b"."), "a new root")
     check(libc.umount2(b".", MNT_DETACH), "hiding the old root")
-    # Not what is mounted below: the work directory stays writable, and the copies are read-only.
+    # Not recursively: the work directory stays writable, and the copies are read-only already.
     make_readonly(AT_FDCWD, b"/", 0)
     os.chdir(WORK)
     drop_privileges()
@@ -114,8 +114,7 @@ def confine(memory: int) -> None:
 
 def copy_mounts(path: str) -> int:
     """Returns a read-only copy of the mounts at and below a path."""
-    # The older call, mount with MS_BIND, makes only the top mount read-only, and those below it
-    # would stay writable.
+    # The older call, mount with MS_BIND, would make only the top mount read-only.
     copy = libc.syscall(OPEN_TREE, AT_FDCWD, path.encode(), OPEN_TREE_CLONE | AT_RECURSIVE)
     check(min(copy, 0), path)
     make_readonly(copy, b"", AT_EMPTY_PATH | AT_RECURSIVE)

@@ -27,19 +27,18 @@ class Peer:
     """One side of the conversation."""
 
     def __init__(self, receive: int, send: int) -> None:
-        """Uses two pipes."""
         self._incoming: BinaryIO = os.fdopen(receive, "rb")
         self._outgoing = os.fdopen(send, "wb", buffering=0)
         self._mine: dict[int, Any] = {}  # kept alive, so that an id() stays its own
         self._theirs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._classes: dict[int, ProxyClass] = {}
-        self.printed: Callable[[], str] = str  # what this side's program printed since last time
+        self.printed: Callable[[], str] = str  # new output of this side's program
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Performs an operation on the other side, answering its own questions meanwhile."""
         data = [self._encode(a) for a in arguments]
         self._send(["ask", operation, data, {k: self._encode(v) for k, v in keywords.items()}])
-        # The answer may need questions first, such as calls of a function that was an argument.
+        # The other side may ask first, such as to call a function that was an argument.
         while (message := self._receive())[0] == "ask":
             self._answer(message)
         kind, value, changed, printed = message
@@ -65,7 +64,7 @@ class Peer:
         raise TypeError(reason)
 
     def describe(self, kind: type) -> list[Any]:
-        """Returns what the other side needs for a stand-in of a class."""
+        """Describes a class, for a stand-in on the other side."""
         self._mine[id(kind)] = kind
         return [id(kind), kind.__name__, [self._base(base) for base in class_chain(kind)]]
 
@@ -133,7 +132,7 @@ class Peer:
 
     def _resolve(self, data: list[Any]) -> Any:
         tag, reference, *rest = data
-        # Only what was handed out is found here: an invented number is a KeyError.
+        # Only objects that were handed out are found: an invented number is a KeyError.
         if tag == "yours":
             return self._mine[reference]
         if tag == "class":

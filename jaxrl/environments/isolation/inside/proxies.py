@@ -46,8 +46,8 @@ class ProxyClass(type):
 class Proxy(metaclass=ProxyClass):
     """An object of the other process.
 
-    It compares and computes only with other proxies. With data of this process, the other one
-    would decide about a value that it must not learn: `f(1) == 3` is false if f returns a proxy.
+    It compares and computes only with other proxies. Otherwise the other process would see, and
+    decide about, values that it must not learn: `f(1) == 3` is false if f returns a proxy.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ def make_proxy(cls: ProxyClass, reference: int) -> Any:
 
 
 def make_proxy_class(peer: Any, reference: int, name: str, bases: list[Any]) -> ProxyClass:
-    """Makes a stand-in for a class from those of its bases; of built-in ones only exceptions."""
+    """Makes a stand-in for a class from the stand-ins of its bases and built-in exceptions."""
     real: list[Any] = [
         getattr(builtins, base, None) if isinstance(base, str) else base for base in bases
     ]

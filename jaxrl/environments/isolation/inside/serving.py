@@ -25,7 +25,7 @@ def serve(source: bytes, pipes: list[int]) -> None:
         return {name: vars(module)[name] for name in wanted if name in vars(module)}
 
     OPERATIONS["names"] = names
-    # What the code prints is sent with its answers, so that tests can capture it.
+    # The code's output is sent with its answers, so that tests can capture it.
     sys.stdout = prints = io.StringIO()
 
     def printed() -> str:

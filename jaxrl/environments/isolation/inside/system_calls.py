@@ -49,23 +49,22 @@ def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
     known = SYSTEM_CALLS[machine]
     # Offsets in the kernel's struct seccomp_data; of arguments the lower half.
     architecture, call, first, second = ((LOAD, 0, 0, offset) for offset in (4, 0, 16, 24))
-    # SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with EPERM and with ENOSYS. Programs expect errors,
-    # and libraries that probe for a call do not die of one.
+    # SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with EPERM and with ENOSYS. Errors rather than kills:
+    # programs expect errors, and libraries probe for calls.
     allow, deny, absent = ((RETURN, 0, 0, to) for to in (0x7FFF0000, 0x50000 | 1, 0x50000 | 38))
-    # A 64-bit program can make 32-bit system calls, whose numbers mean others.
+    # A 64-bit program can make 32-bit system calls, whose numbers mean other calls.
     steps = [architecture, (EQUAL, 1, 0, known["architecture"]), deny]
     steps += [call, (AT_LEAST, 0, 1, X32), deny]
-    # Shared memory and queues count against no limit of a process; keyrings belong to the user,
-    # whatever the namespace; a new user namespace gives all capabilities within it.
+    # Shared memory and queues count against no limit of a process. Keyrings belong to the user in
+    # every namespace. A new user namespace gives all capabilities within it.
     for denied in (*known["denied"], IO_URING_SETUP, MEMFD_SECRET):
         steps += [(EQUAL, 0, 1, denied), deny]
     # Absent, so that libc falls back to clone, whose flags a filter can read.
     steps += [(EQUAL, 0, 1, CLONE3), absent]
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
-        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it must end with its parent
-        # Namespaces cut the internet off, but neither UNIX sockets in the visible files nor the
-        # hypervisor's.
+        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # programs end with their parent
+        # Namespaces cut off the internet, but not the hypervisor's or the visible UNIX sockets.
         ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
         # asyncio needs a pair of streams. Sockets of a datagram pair could send to other addresses.
         ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),

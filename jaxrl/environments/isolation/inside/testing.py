@@ -1,7 +1,7 @@
 """The side of the tests: trusted code, in a process that never runs the code under test.
 
 It reports on the control descriptor: P if the tests ran to their end, or U and a reason if they
-pass something to the code that cannot to go to another process.
+pass something to the code that cannot go to another process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def run_tests(source: bytes, pipes: list[int], control: int) -> NoReturn:
         peer = _TestPeer(*pipes, control=control)
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
-        # Modules are imported here, never asked for: the code could hand out false ones.
+        # Modules are imported here, because the code could hand out false ones.
         own, theirs = split_names(tree)
         for name in own:
             setattr(module, name, importlib.import_module(name))
         offered = peer.ask("names", theirs)
-        # Only what was asked for: the code's process could offer an `abs` of its own too.
+        # Only the requested names: the code's process could also offer its own `abs`.
         vars(module).update((name, offered[name]) for name in theirs if name in offered)
         exec(compile(tree, "tests.py", "exec"), vars(module))
     except SystemExit as end:
@@ -50,8 +50,8 @@ def split_names(tree: ast.Module) -> tuple[list[str], list[str]]:
     """Returns names that tests use: modules of the standard library, and names of the code.
 
     Code could redefine `abs` or `math` to deceive its tests. So a built-in name is the code's only
-    if the tests use no other name, as in `assert sum(10, 15) == 6`; and a module that the tests use
-    without importing it, because the code does, is the real one.
+    if the tests use no other name, as in `assert sum(10, 15) == 6`. A module that only the code
+    imports is available to the tests; they get the real one.
     """
     used, defined, called, bases = set[str](), set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
@@ -82,7 +82,7 @@ class _TestPeer(Peer):
         self._answering = 0
 
     def refuse(self, reason: str) -> None:
-        # The code must not choose between this and a failure.
+        # While answering, the code would choose between this and a failure.
         if not self._answering:
             os.write(self._control, b"U" + reason.encode()[:200])
             os._exit(0)
@@ -94,7 +94,7 @@ class _TestPeer(Peer):
 
     def check_operation(self, operation: str, arguments: list[Any]) -> None:
         value, *rest = arguments
-        # It may be a copy that the code sent; only what the tests handed out may be operated on.
+        # Only objects that the tests handed out, not copies that the code sent.
         if self._mine.get(id(value)) is not value:
             raise TypeError("it is not an object of the tests")
         if _is_of_tests(value):
@@ -109,7 +109,7 @@ class _TestPeer(Peer):
             raise TypeError(f"{operation} is refused")
 
     def describe(self, kind: type) -> list[Any]:
-        # Without a reference to the class itself, which could be called.
+        # Without a reference to the class itself, which the code could call.
         names = [b.__name__ for b in kind.__mro__ if b.__module__ == "builtins"]
         return [id(kind), kind.__name__, names[: issubclass(kind, Exception)]]
 

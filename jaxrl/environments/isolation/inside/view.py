@@ -28,8 +28,7 @@ def visible_paths() -> "dict[str, str | None]":
     for path in (*_SYSTEM, *sorted(python)):
         covered = any(os.path.commonpath([path, seen]) == seen for seen in found)
         if os.path.exists(path) and not covered:
-            # A link is made anew: mounting /bin, where it is a link to usr/bin, would show its
-            # files twice.
+            # Links are recreated: mounting /bin, often a link to usr/bin, would show files twice.
             is_link = os.path.islink(path)
             found[path] = os.readlink(path) if is_link else None
     return found
