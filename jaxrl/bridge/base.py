@@ -40,7 +40,7 @@ class WeightSource(Protocol):
 
 
 class LearnerIdentity(NamedTuple):
-    """Identity of a learner. A server takes weights from one learner at a time."""
+    """Identity of a learner. A server takes weights from only one learner."""
 
     name: str  # of the run; a resumed run has the same name and may connect again
     session: str  # random, of one process; an earlier process of the same run is refused

@@ -270,7 +270,7 @@ def test_missing_namespaces_are_an_error():
     assert done.stdout == ""
     assert "SandboxError: the sandbox cannot be set up: OSError: [Errno 28]" in done.stderr
     assert "it needs Linux on x86-64 or aarch64 with user names" in done.stderr
-    assert "the sandbox uses namespaces of its own: " in done.stderr
+    assert "the sandbox uses its own namespaces: " in done.stderr
 
 
 def test_walls_are_reported_once(capsys, monkeypatch):
@@ -286,5 +286,5 @@ def test_walls_are_reported_once(capsys, monkeypatch):
     assert len(first) == 1
     assert ("bubblewrap's namespaces" in first[0]) == (found is not None)
     assert last == (
-        "jaxrl: the sandbox uses namespaces of its own: bubblewrap (bwrap) is not installed"
+        "jaxrl: the sandbox uses its own namespaces: bubblewrap (bwrap) is not installed"
     )

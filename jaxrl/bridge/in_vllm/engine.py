@@ -54,8 +54,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Announcement of one payload."""
 
     payload: str  # directory, relative to the root
-    version: int  # that the manifest must have
-    learner: dict[str, str]  # that the manifest must have, too
+    version: int  # as in the manifest
+    learner: dict[str, str]  # as in the manifest
 
 
 class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -89,8 +89,8 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Connects a learner, which may start at any version.
 
         Raises ValueError with `REFUSED` if another learner is connected, the dtypes disagree, the
-        server's log-probs are not those of the sampling distribution, the root is not a directory,
-        or the model was not loaded from a local safetensors checkpoint.
+        server reports log-probs before the temperature, the root is not a directory, or the model
+        was not loaded from a local safetensors checkpoint.
         """
         with _refusing("connecting"):
             learner = manifest.parse_learner(init_info.learner)

@@ -1,8 +1,8 @@
 """Watch over publishes; runs inside vLLM's API server.
 
 A learner that is killed during a publish leaves the server paused, and vLLM reports good health.
-So every publish has a lease. If it makes no request for that long, the server resumes with its old
-weights, or reports ill health if some of them were replaced.
+So every publish has a lease, which each request renews. When it expires, the server resumes with
+its old weights, or reports ill health if some of them were replaced.
 """
 
 import asyncio
@@ -137,9 +137,8 @@ class Lease:
             _log.error("%s", self._fault)
         else:
             _log.warning("%s; resuming, because no weight has changed", silence)
-            self._task = asyncio.ensure_future(
-                self._resume(scope)
-            )  # kept from the garbage collector
+            # Held here, or the garbage collector may take it.
+            self._task = asyncio.ensure_future(self._resume(scope))
 
     async def _resume(self, scope: Message) -> None:
         changes: dict[str, Any] = {"method": "POST", "path": _RESUME, "headers": []}

@@ -11,7 +11,7 @@ class ForeignError(ValueError):
 
 
 class Ownership:
-    """Admits one learner at a time.
+    """Admits only one learner.
 
     A learner keeps the server until it disconnects. A resumed process of the same run may take its
     place; any other learner must name the one it replaces. A replaced process stays out, otherwise

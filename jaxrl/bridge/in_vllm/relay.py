@@ -21,7 +21,7 @@ SOCKET, PAYLOADS = "agent", "payloads"
 """Names in the agent's directory."""
 
 _RESTART = 15.0  # seconds in which a killed agent is back
-_ATTEMPTS = 3  # for a version that kills the agent
+_ATTEMPTS = 3  # of a request, which may kill the agent
 _MAX_BODY = 1 << 20
 _DISCONNECT = "/shutdown_weight_transfer_engine"
 _NO_AGENT = (

@@ -67,9 +67,7 @@ class ServerOptions:
     max_lora_rank: int = 0  # of adapters published without the base weights; 0 for none
     record_experts: bool = False  # responses name the experts of each token
     agent: Path | None = None  # directory of this host's agent, which fetches from a store
-    api_key: str | None = dataclasses.field(
-        default=None, repr=False
-    )  # None, on loopback: a new one
+    api_key: str | None = dataclasses.field(default=None, repr=False)  # None makes one, on loopback
     arguments: tuple[str, ...] = ()  # further arguments of vLLM's api_server
 
 

@@ -58,7 +58,7 @@ class StoreAgent:
 
     def _directory(self, request: dict[str, Any]) -> str | None:
         """Returns the slot with the requested version. Returns None if the version is needed whole,
-        or if the request is a server's farewell."""
+        or if the request only reports that the server's learner has left."""
         server = request["server"]
         if "learner" not in request:
             self._leave(server, keep=None)

@@ -85,7 +85,7 @@ class StorePublisher(WeightPublisher):
 
 
 class StoreFollower:
-    """Publishes the shares of the processes after 0; errors are those of `StorePublisher`."""
+    """Publishes the shares of the processes after 0; raises as `StorePublisher`."""
 
     def __init__(
         self, store: Store, *, wire: np.dtype, learner: LearnerIdentity, hosts: Hosts

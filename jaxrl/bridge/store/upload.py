@@ -25,7 +25,7 @@ def run_place(store: Store, learner: LearnerIdentity) -> Store:
 
 
 def make_place(store: Store, *, learner: LearnerIdentity, group: str) -> Store:
-    """Returns the place of a learner's session and group; creates its directory if it has one."""
+    """Returns the place of a learner's session and group; creates it in a file:// store."""
     place = run_place(store, learner).below(f"{learner.session}-{group}")
     place.make()
     return place

@@ -86,8 +86,8 @@ def call_each(
 ) -> list[Any]:
     """Calls a function once for each tuple of arguments, and `convert` with each result.
 
-    Calls run one after the other in one thread. Functions marked by `uses_processes` run as often
-    at once as there are processors, asynchronous functions up to 64 times. Python cannot end a
+    Calls run one after the other in one thread. If the function is marked by `uses_processes`, one
+    call per processor runs in parallel; if it is asynchronous, up to 64 calls. Python cannot end a
     thread: a call that times out keeps running in its daemon thread, and the following calls run in
     a new one.
 

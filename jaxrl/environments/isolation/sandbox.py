@@ -134,7 +134,7 @@ class _Host:
         return status if status >= 0 else 128 - status
 
     def text(self, name: str) -> str:
-        """Returns what was read from a stream."""
+        """Returns the text read from a stream."""
         return self.outputs[name].decode(errors="replace")
 
 

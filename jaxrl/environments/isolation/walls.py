@@ -77,7 +77,7 @@ def _try_bubblewrap() -> str | None:
             error = str(failed)
     # Their directory is read-only inside, so each start would compile them again.
     compileall.compile_dir(_INSIDE, quiet=2)
-    using = "bubblewrap's namespaces" if error is None else "namespaces of its own"
+    using = "bubblewrap's namespaces" if error is None else "its own namespaces"
     reason = f": {error}" if error else ""
     print(f"jaxrl: the sandbox uses {using}{reason}", file=sys.stderr, flush=True)
     return path if error is None else None

@@ -44,7 +44,7 @@ _named_tuples: dict[tuple[str, ...], Any] = {}
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """Returns JSON data of a value; `refer` encodes what is not copied."""
+    """Returns JSON data of a value; `refer` encodes values that are not copied."""
     kind: Any = type(value)
     if kind in _ITSELF:
         return value

@@ -63,8 +63,8 @@ def filter_program(machine: str) -> "list[tuple[int, int, int, int]]":
     steps += [(EQUAL, 0, 1, CLONE3), absent]
     for name, then in (
         ("clone", [first, (ANY_BIT, 0, 1, NEW_USER), deny]),
-        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # programs end with their parent
-        # Namespaces cut off the internet, but not the hypervisor's or the visible UNIX sockets.
+        ("prctl", [first, (EQUAL, 0, 1, PR_SET_PDEATHSIG), deny]),  # it must end with its parent
+        # Namespaces cut off the internet, but neither visible UNIX sockets nor the hypervisor's.
         ("socket", [first, (EQUAL, 2, 0, AF_INET), (EQUAL, 1, 0, AF_INET6), deny]),
         # asyncio needs a pair of streams. Sockets of a datagram pair could send to other addresses.
         ("socketpair", [second, (AND, 0, 0, 15), (EQUAL, 1, 0, SOCK_STREAM), deny]),

@@ -50,8 +50,8 @@ def split_names(tree: ast.Module) -> tuple[list[str], list[str]]:
     """Returns names that tests use: modules of the standard library, and names of the code.
 
     Code could redefine `abs` or `math` to deceive its tests. So a built-in name is the code's only
-    if the tests use no other name, as in `assert sum(10, 15) == 6`. A module that only the code
-    imports is available to the tests; they get the real one.
+    if the tests use no other name, as in `assert sum(10, 15) == 6`. If the tests use a module that
+    only the code imports, they get the real one.
     """
     used, defined, called, bases = set[str](), set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
@@ -82,7 +82,7 @@ class _TestPeer(Peer):
         self._answering = 0
 
     def refuse(self, reason: str) -> None:
-        # While answering, the code would choose between this and a failure.
+        # The code must not be able to cause this outcome instead of a failure.
         if not self._answering:
             os.write(self._control, b"U" + reason.encode()[:200])
             os._exit(0)
