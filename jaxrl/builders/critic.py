@@ -39,11 +39,8 @@ def open_critic(
 ) -> tuple[ActorCritic, LearnerState]:
     """Compiles policy and critic together; returns them with the critic's initial state.
 
-    A network of the critic's own begins with `checkpoint`. The learner, not compiled, the model and
-    the shardings of the state are the policy's.
-
-    Raises:
-      FileNotFoundError, ValueError: for a checkpoint that cannot be used; the message names it.
+    `learner` (not compiled), `model` and `shardings` are the policy's. A separate critic starts
+    from `checkpoint`, and raises as `load_model`.
     """
     if config.critic.trunk == "shared":
         pure, params, specs = _shared_trunk(config, recipe, model=model, layout=layout)
@@ -103,7 +100,7 @@ def _shared_trunk(
         precision=config.precision,
         param_shardings=layout.constraints({**model.specs, **specs}),
     )
-    # Zeros: its spec says so.
+    # Its spec says zeros.
     head = models.init(specs, jax.random.key(0), dtype=config.precision.params)
     return pure, place(head, layout.tree(specs)), specs
 
@@ -111,7 +108,6 @@ def _shared_trunk(
 def _optimizer(
     config: Config, specs: Specs, *, learning_rate: float
 ) -> optax.GradientTransformation:
-    """Makes the policy's optimizer with another learning rate."""
     return make_optimizer(
         config.optimizer.model_copy(update={"learning_rate": learning_rate}),
         total_steps=config.optimizer_steps,

@@ -22,14 +22,10 @@ from jaxrl.environments import (
 def make_episode_runner(
     config: Config, tokenizer: Tokenizer, tools: Mapping[str, Tool], *, vocab_size: int
 ) -> EpisodeRunner | None:
-    """Builds what plays the episodes of a run; None if rollouts have a single turn.
+    """Builds the episode runner of a run; None if rollouts have a single turn.
 
-    One environment is made at once, so that a wrong parameter ends the run at its start. Tokenizer
-    and vocabulary are the policy's.
-
-    Raises:
-      ValueError: for an environment that cannot be loaded or made, or a parameter that it does not
-        accept.
+    Makes one environment first, so that a wrong parameter ends the run at its start. `tokenizer`
+    and `vocab_size` are the policy's. Raises as `load_environment`.
     """
     c = config.environment
     function = load_environment(c)
@@ -59,7 +55,7 @@ def load_environment(c: EnvironmentConfig) -> Callable[..., Environment] | None:
     """Loads the function that makes the environment of an episode; None for single turns.
 
     Raises:
-      ValueError: for an environment that cannot be loaded, or a parameter that it does not take.
+      ValueError: for an environment that cannot be loaded, or a parameter that it does not accept.
     """
     if c.name is None:
         return None

@@ -14,8 +14,8 @@ from jaxrl.sharding import PRESETS, Layout, make_mesh
 
 
 def divide_cpu(mesh: MeshConfig, sampler: SamplerConfig) -> None:
-    """Has jax make as many devices of the CPU as [mesh] and the sampler's own need together, where
-    the environment does not say how many. It must run before jax looks for devices."""
+    """Splits the CPU into the devices of [mesh] plus the sampler's, unless the environment sets
+    their number. Call it before jax looks for devices."""
     named = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
         count = math.prod(mesh.sizes.values()) + sampler.devices
@@ -29,26 +29,24 @@ def make_layout(
     devices: Sequence[Any] | None = None,
     reserved: int = 0,
 ) -> Layout:
-    """Arranges devices in a mesh, with its sharding rules. `devices` are all used but the last
-    `reserved`, the sampler's own; by default they are those that jax finds, or one if all sizes are
-    1.
+    """Arranges devices in a mesh, with its sharding rules. The last `reserved` devices are left to
+    the sampler. By default `devices` are all that jax finds, or one if all sizes are 1.
 
     Raises:
-      ValueError: if the product of the sizes is not the number of devices, a rule does not fit, or
-        the devices cannot compute products as `precision` says; also if no device is left, or
-        devices of several processes are reserved.
+      ValueError: if the sizes or rules do not fit the devices, the devices cannot compute products
+        as `precision` says, no device is left, or devices of several processes are reserved.
     """
     alone = devices is None and math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
     found = jax.devices() if devices is None else devices
     if reserved and jax.process_count() > 1:
         raise ValueError(
-            f"sampler.devices = {reserved} with {jax.process_count()} processes: it needs a single "
-            "one; leave it out, or sample on servers (sampler.name = 'vllm')"
+            f"sampler.devices = {reserved} needs a single process, and there are "
+            f"{jax.process_count()}; leave it out, or sample on servers (sampler.name = 'vllm')"
         )
     if reserved >= len(found):
         raise ValueError(
             f"sampler.devices = {reserved} leaves the learner none of {len(found)} devices; lower "
-            "it, or set JAX_NUM_CPU_DEVICES for more devices of a CPU"
+            "it, or set JAX_NUM_CPU_DEVICES to split the CPU into more devices"
         )
     devices = found[:1] if alone else found[: len(found) - reserved]
     if precision is not None:
@@ -63,7 +61,7 @@ def make_layout(
 
 def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
     """Returns the layout of the embedded sampler: on the learner's devices, or on the last ones
-    that jax finds, along the axis that its rules cut."""
+    that jax finds, along the axis that its rules shard."""
     if config.devices:
         axis = config.rules or "data"
         devices = jax.devices()[-config.devices :]

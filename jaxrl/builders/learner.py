@@ -1,4 +1,4 @@
-"""Builds what a run trains: the policy, its reference and its critic, compiled."""
+"""Builds and compiles the policy of a run, its reference and its critic."""
 
 import functools
 from collections.abc import Callable
@@ -38,32 +38,26 @@ class Learning(NamedTuple):
     learner: Learner  # compiled; `step` donates the state
     learning_rate: Callable[[Any], Any]  # optimizer step -> learning rate
     critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
-    # The initial trainable parameters, in precision.compute; None unless the loss or the reward
-    # needs them.
+    # The initial trainable parameters, in precision.compute; None unless a loss or reward needs it.
     reference: Params | None
 
     def weights_of(self, score: str, params: Any) -> Any:
-        """Returns the parameters that a score is computed with: the given ones, or for "reference"
-        the initial ones."""
+        """Returns the parameters of a score: the initial ones for "reference", else `params`."""
         if score != Need.REFERENCE:
             return params
         assert self.reference is not None, "the config needs one"
         return lora.with_trainable(params, self.reference)
 
     def check_attention(self, config: Config) -> str:
-        """Describes the attention kernel that a config gets on these devices; raises as
-        `attention_note`."""
+        """Returns the `attention_note` of a config on these devices."""
         return attention_note(config, self.model, layout=self.layout)
 
 
 def open_learning(
     config: Config, recipe: Recipe, *, models: ModelFiles, layout: Layout
 ) -> tuple[Learning, State]:
-    """Loads the model and compiles policy and critic; returns them with their initial state.
-
-    Raises:
-      ValueError: for a model or a kernel that cannot be used; the message names the key.
-    """
+    """Loads the model and compiles policy and critic; returns them with their initial state. Raises
+    as `load_trained`, `attention_note` and `build_learner`."""
     model, params, specs = load_trained(config, models.policy, layout=layout)
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout
@@ -129,8 +123,8 @@ def step_minibatch(
 
 
 def given_scores(recipe: Recipe, *, updates: int) -> list[str]:
-    """Names the scores that a minibatch brings: those that the loss needs and that its update does
-    not change. With one update per rollout batch, the anchor is the learner itself."""
+    """Names the scores computed before an update: those that the loss needs and the update does not
+    change. With one update per rollout batch, the anchor is the learner itself."""
     given = {Need.REFERENCE, Need.ANCHOR} if updates > 1 else {Need.REFERENCE}
     return sorted(need.value for need in given & recipe.objective.needs)
 

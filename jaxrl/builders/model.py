@@ -19,17 +19,16 @@ Output = Literal["tokens", "scores"]
 
 
 class ModelFiles(NamedTuple):
-    """The models that a run begins with, as checkpoints. Equal paths have the same one, so that no
-    file is read twice."""
+    """The checkpoints that a run starts from; equal paths share one, so files are read once."""
 
     policy: Checkpoint
     # The reward model or the teacher; None without one, or for a teacher on a server.
     judge: Checkpoint | None
-    critic: Checkpoint  # what a critic of its own network begins with
+    critic: Checkpoint  # of a separate critic
 
 
 def find_models(config: Config) -> ModelFiles:
-    """Names the checkpoints of a config, of which nothing is read yet."""
+    """Returns the checkpoints that a config names, without reading them."""
     opened = functools.cache(Checkpoint)
     policy, judge = config.model.path, None
     if config.reward.model is not None and not config.reward.teacher_url:
@@ -83,12 +82,9 @@ def load_model(
 ) -> tuple[Model, Params]:
     """Loads a checkpoint, its parameters sharded by the layout.
 
-    A model of `tokens` is a language model. One of `scores`, a reward model or a critic, may begin
-    from a language model.
-
-    Raises:
-      FileNotFoundError, ValueError: as `huggingface.load`; also for a reward model where tokens are
-        wanted.
+    With `output` "tokens" it is a language model; with "scores" a reward model or a critic, which
+    may start from a language model. Raises as `huggingface.load`, and ValueError for a reward model
+    that should output tokens.
     """
     config, scored = checkpoint.config, output == "scores"
     if scored:
@@ -124,14 +120,11 @@ def load_trained(
     layout: Layout,
     output: Output = "tokens",
 ) -> tuple[Model, Any, Any]:
-    """Loads the model that a run begins with; returns it with the learner's parameters and their
-    specs.
+    """Loads the model of a run; returns it with the learner's parameters and their specs.
 
-    Without lora, all parameters are in `precision.params`; with it, adapters and the head of a
-    scorer are, and the frozen parameters are in `precision.wire`.
-
-    Raises:
-      FileNotFoundError, ValueError: as `load_model`, `trained_specs`, `load_adapter`.
+    Trained parameters are in `precision.params`: all of them, or with lora the adapters and the
+    head of a scorer. Frozen parameters are in `precision.wire`. Raises as `load_model`,
+    `trained_specs` and `load_adapter`.
     """
     c, precision = config.lora, config.precision
     dtype = precision.wire if c.rank else precision.params

@@ -23,8 +23,8 @@ class Optimizer(NamedTuple):
 
 
 def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Any) -> Optimizer:
-    """Makes the optimizer of a run of `total_steps` optimizer steps, whose parameters have `specs`:
-    the model's, or `lora.Adapted`."""
+    """Makes the optimizer of a run of `total_steps` optimizer steps. `specs` are those of its
+    parameters: the model's, or `lora.Adapted`."""
     schedule = learner.make_schedule(
         config.schedule,
         learning_rate=config.learning_rate,
@@ -46,9 +46,9 @@ def make_optimizer(config: OptimizerConfig, *, total_steps: int, specs: Any) -> 
 def state_shardings(
     config: OptimizerConfig, init: Callable[[Any], Any], params: Any, *, layout: Layout, specs: Any
 ) -> Any:
-    """Returns the shardings of the state that `init(params)` makes, as the same tree. `params` are
-    arrays or their shapes, `specs` as in `make_optimizer`. `optimizer.offload` places the moments
-    in host memory.
+    """Returns the shardings of the state that `init(params)` makes, as a tree of the same
+    structure. `params` are arrays or shapes, `specs` as in `make_optimizer`. `optimizer.offload`
+    places the moments in host memory.
 
     Raises:
       ValueError: for `offload` on devices without access to host memory.
@@ -59,7 +59,7 @@ def state_shardings(
         return shardings
     devices = list(layout.mesh.devices.flat)
     own = [d for d in devices if d.process_index == jax.process_index()]
-    device = [*own, *devices][0]  # another process's device does not tell its memories
+    device = [*own, *devices][0]  # a device of another process does not list its memories
     kinds = [memory.kind for memory in device.addressable_memories()]
     if _HOST not in kinds:
         raise ValueError(

@@ -13,7 +13,7 @@ from jaxrl.sampling import SamplingParams
 
 
 def rendering(config: PromptConfig) -> Rendering:
-    """Returns how prompts are rendered as text."""
+    """Returns the rendering of prompts as text."""
     return Rendering(config.template, config.system_prompt, config.prompt_format)
 
 
@@ -25,8 +25,7 @@ def load_prompts(
     tools: Iterable[Tool] = (),
     limit: int | None = None,
 ) -> Prompts:
-    """Loads the prompts of rows of `data.path` or `data.eval_path`, with the tools; raises as
-    `data.load_prompts`."""
+    """Loads the prompts in rows of data, rendered with the tools; raises as `data.load_prompts`."""
     return data.load_prompts(
         rows,
         tokenizer,

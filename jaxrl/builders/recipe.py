@@ -10,9 +10,8 @@ def make_recipe(config: Config) -> Recipe:
     """Builds the recipe of a training run.
 
     Raises:
-      ValueError: as `losses.build`; also for groups of one where the advantage compares the
-        completions of a group, for a KL penalty that the advantage ignores, and for a policy loss
-        that reads a critic's values.
+      ValueError: as `losses.build`; also for groups of one where the advantage compares a group,
+        a KL penalty that the advantage ignores, and a policy loss that reads a critic's values.
     """
     recipe = losses.build(
         config.loss.name,

@@ -1,4 +1,4 @@
-"""Chooses the rows of a run's batch: how long they are, and whether sequences share prefixes."""
+"""Chooses the rows of a run's batch: their length, and sequences with or without shared prompts."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from jaxrl.losses import Need, Objective
 from jaxrl.models import NOT_SHARED, DecoderConfig, Kernel, sequence_alignment, unshared_reason
 from jaxrl.sharding import Layout
 
-_BLOCK = 128  # rows are multiples of it where that is possible: kernels work in blocks of it
+_BLOCK = 128  # kernels work in blocks of it, so rows are multiples of it where possible
 _LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)
 
 
 def choose_rows(
     config: Config, sizes: DecoderConfig, *, objective: Objective, layout: Layout
 ) -> tuple[Config, Alignment, str]:
-    """Chooses rows in which the completions of a group share their prompt, if everything else in
-    the run allows that and attention does not cost more than it saves.
+    """Lets the completions of a group share their prompt in a row, if the run allows it and
+    attention does not cost more than sharing saves.
 
     Returns:
-      (the config with `train.row_length`, which is kept if given, how sequences lie in a row, the
-      choice and its reason for the log).
+      (the config with `train.row_length`, which is kept if given; the alignment of sequences in a
+      row; the choice and its reason, for the log).
     """
     kernel = choose_kernel(config, sizes, layout=layout)
     skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
@@ -76,15 +76,15 @@ def _unshared(
 
 
 def _fewer_tokens(config: Config) -> float:
-    """Returns the tokens of a group's sequences over those with a shared prompt, at the limits."""
+    """Returns the factor by which a shared prompt reduces a group's tokens, at their limits."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
     group = config.train.group_size
     return group * (prompt + completion) / (prompt + group * (completion + 1))
 
 
 def _whole_groups(config: Config) -> int:
-    """Returns the length of rows for attention that skips what is not seen: as many whole groups as
-    a microbatch holds, or all of its tokens if it holds none."""
+    """Returns the row length for attention that skips invisible tokens: the whole groups that fit
+    into a microbatch, or all of its tokens if none fits."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens + 1
     group = prompt + config.train.group_size * completion
     most = config.train.microbatch_tokens
@@ -92,9 +92,9 @@ def _whole_groups(config: Config) -> int:
 
 
 def _part_of_group(config: Config) -> int:
-    """Returns the length of rows for attention that computes all tokens before a token, seen or
-    not: as many completions of a group as cost no more of it than in rows of their own, which is
-    (P + n R)^2 <= n (P + R)^2."""
+    """Returns the row length for attention that computes all earlier tokens, visible or not: the
+    most completions of a group that cost no more than in separate rows, (P + n R)^2 <= n (P + R)^2.
+    """
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens + 1
 
     def row(n: int) -> int:
@@ -106,7 +106,7 @@ def _part_of_group(config: Config) -> int:
 
 
 def _rounded(config: Config, length: int) -> int:
-    """Rounds up to whole blocks and shards, as far as a microbatch goes."""
+    """Rounds up to whole blocks and shards, within a microbatch."""
     shards, most = config.mesh.row_shards, config.train.microbatch_tokens
     for unit in (_BLOCK * shards, shards):
         if (rounded := min(-(-length // unit), most // unit) * unit) >= config.longest_sequence:

@@ -41,16 +41,15 @@ class SamplerNeeds(NamedTuple):
     max_batch: int  # completions that the embedded sampler decodes at once
     adapters: Adapters | None = None  # given if servers receive adapters instead of whole weights
     record_experts: bool = False  # completions name the experts of each token
-    completions: int = 1  # number that is requested at the same time
+    completions: int = 1  # requested at the same time
 
 
 class Serving(NamedTuple):
-    """A sampler, the function that publishes weights to it, and, if it is another program, the one
-    that returns its log-probs of given tokens."""
+    """A sampler, and the function that publishes weights to it."""
 
     sampler: Sampler
     publish: Publish
-    score: Score | None = None
+    score: Score | None = None  # a server's log-probs of given tokens
 
 
 @contextmanager
@@ -66,12 +65,11 @@ def open_sampler(
 ) -> Iterator[Serving]:
     """Opens the sampler of the config, which serves `weights` from the start.
 
-    Weights and layout are the learner's. The log of a server that is started goes to `directory`.
-    Of several `hosts` the first talks to servers. `note` shows a line to the user.
+    `weights` and `layout` are the learner's. `directory` gets the log of a server that is started.
+    Process 0 of `hosts` talks to servers. `note` shows a line to the user.
 
     Raises:
-      ValueError, FileNotFoundError: as `starting_server`.
-      ServerFailedError: if a server does not start.
+      ValueError, FileNotFoundError, ServerFailedError: as `starting_server`.
       RefusedError: if a server computes in another dtype than `precision` says.
     """
     hosts = hosts or Hosts()
@@ -83,7 +81,7 @@ def open_sampler(
         return
     if hosts.count > 1 and needs.adapters is not None:
         raise ValueError(
-            f"lora.publish = 'adapters' with {hosts.count} processes: it needs a single one; set "
+            f"lora.publish = 'adapters' needs a single process, and there are {hosts.count}; set "
             "lora.publish = 'merged'"
         )
     sync = Sync(config, weights, hosts.share(run_learner(directory)), hosts)
@@ -104,7 +102,7 @@ def _open_client(
     """Opens a client of the config's servers, or of one that is started here."""
     config, weights = sync.config, sync.weights
     limit = weights.model.config.max_positions
-    # A run's own server needs no key that others know.
+    # No one else needs the key of a run's own server.
     key = known_key() if config.url else given_key() or secrets.token_hex(16)
     with ExitStack() as stack:
         urls = config.url
@@ -116,7 +114,7 @@ def _open_client(
                 log=directory / "vllm.log",
                 note=note,
                 completions=needs.completions,
-                # A sequence that is only scored needs one more: vLLM always draws a token.
+                # One more than the longest sequence: vLLM draws a token even if it only scores.
                 max_model_len=min(needs.longest_sequence + 1, limit),
                 max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
                 record_experts=needs.record_experts,
@@ -142,7 +140,6 @@ def _open_client(
 def _embedded(
     config: SamplerConfig, weights: WeightRoute, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
-    """Builds the sampler on the learner's devices, or on its own."""
     own, several = sampler_layout(config, layout), layout.mesh.size > 1
     merged = lora.merge(weights.params)
     placed = several or config.devices > 0

@@ -32,12 +32,12 @@ class StartingServer(NamedTuple):
     note: Callable[[str], None]  # shows a line to the user
 
     def wait(self, meanwhile: Callable[[], None] = lambda: None) -> LocalServer:
-        """Waits until the server is ready, and returns it; calls `meanwhile` several times a
-        second.
+        """Waits until the server is ready and returns it; often calls `meanwhile` until then.
 
         Raises:
           ServerFailedError: if it ends, is not ready in time or fails its first request; the
-            message contains the end of its output. Also what `meanwhile` raises.
+            message contains the end of its output.
+          Exception: any error of `meanwhile`.
         """
         reported = 0.0
 
@@ -73,10 +73,9 @@ def starting_server(
       dtype: of weights, activations and KV cache.
       log: file for its output.
       note: shows a line to the user.
-      completions: number that is requested at the same time; the KV cache on a CPU is sized for it.
+      completions: requested at the same time; the KV cache on a CPU is sized for them.
       memory: bytes on a CPU that the server may take; None for all that is free.
-      further: more fields of `ServerOptions`. Without `api_key` it is the user's own, see
-        `server_key`.
+      further: more fields of `ServerOptions`; the default `api_key` is that of `server_key`.
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or
@@ -91,8 +90,8 @@ def starting_server(
     model = checkpoint.config
     if checkpoint.is_quantised:
         raise ValueError(
-            f"{checkpoint.directory} is quantised (quantization_config in config.json); vLLM would "
-            "keep it so and refuse the weights that a learner publishes; write a copy in bf16, see "
+            f"{checkpoint.directory} is quantised (quantization_config in config.json), and vLLM "
+            "would refuse a learner's weights, which are not; write a copy in bf16, see "
             "docs/models.md, and name it in model.path"
         )
     options = ServerOptions(

@@ -1,4 +1,4 @@
-"""Builds what SFT, DPO and reward-model runs have in common."""
+"""Builds the common parts of SFT, DPO and reward-model runs."""
 
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from jaxrl.sharding import Layout
 
 
 class Setup(NamedTuple):
-    """The model of a supervised run and what its learner is made with."""
+    """The model of a supervised run, and the arguments of its learner."""
 
     hosts: Hosts  # the processes of the run
     layout: Layout  # the learner's devices
-    checkpoint: Checkpoint  # what the model begins with
+    checkpoint: Checkpoint  # that the model starts from
     model: Model  # the trained model
     params: Any  # initial parameters, or `lora.Adapted`
     specs: Any  # of the parameters: the model's, or `lora.Adapted`
@@ -40,8 +40,7 @@ def set_up(config: SupervisedConfig, checkpoint: Checkpoint) -> Setup:
 def supervised_shape(
     config: SupervisedConfig, *, layout: Layout, together: int = 1
 ) -> MinibatchShape:
-    """Returns the shape of the batches, in which `together` consecutive sequences share a row: 2
-    for pairs."""
+    """Returns the shape of the batches, with `together` consecutive sequences in a row."""
     return minibatch_shape(
         config,
         layout,

@@ -21,17 +21,15 @@ class TaskData(NamedTuple):
     prompts: Prompts  # the training prompts
     held_out: Prompts | None  # the evaluation prompts; None without any
     rewards: Sequence[Reward]  # the reward functions
-    # Of the parts of the reward, by name: functions, then MODEL, then ENVIRONMENT.
+    # Weight of each part of the reward: the functions by name, then MODEL, then ENVIRONMENT.
     weights: Mapping[str, float]
 
 
 def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> TaskData:
-    """Loads the rewards that the config names, and the prompts of "train" and "test" in `splits`,
-    for a policy.
+    """Loads the rewards of a config, and the prompts of each of the splits ("train", "test").
 
     Raises:
-      ValueError: for a tokenizer, data, tools or rewards that cannot be used; the message names
-        the key.
+      ValueError: for a tokenizer, data, tools or rewards that cannot be used; it names the key.
     """
     c, tools = config.reward, load_tools(config.environment.tools)
     tokenizer = policy.tokenizer

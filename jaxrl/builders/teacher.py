@@ -26,7 +26,7 @@ from jaxrl.sharding import Layout, fetch
 Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 """Rollouts -> f32[C] for each, log-probs of its completion; NaN where there is none."""
 
-_COMPARED = 32  # token ids whose texts a server's tokenizer is compared by
+_COMPARED = 32  # token ids that the policy's and the server's tokenizer must decode alike
 
 
 def names_teacher(config: Config, models: ModelFiles) -> bool:
@@ -39,8 +39,8 @@ def names_teacher(config: Config, models: ModelFiles) -> bool:
 def open_teacher(
     config: Config, models: ModelFiles, *, layout: Layout, hosts: Hosts
 ) -> Iterator[Teacher | None]:
-    """Opens the teacher of a run; None if the config names none. A server is asked by process 0; a
-    model in a directory runs on the learner's devices.
+    """Opens the teacher of a run; None if the config names none. Process 0 asks a server; a model
+    in a directory runs on the learner's devices.
 
     Raises:
       ValueError: for a model or a server that cannot be used; the message names the key.
@@ -71,9 +71,9 @@ def _load_teacher(config: Config, models: ModelFiles, *, layout: Layout) -> Teac
 def score_completions(
     rollouts: Sequence[Rollout], *, score: Callable[[Minibatch], jax.Array], shape: MinibatchShape
 ) -> list[np.ndarray]:
-    """Scores completions by a compiled model: f32[C] for each, 0 where the policy did not choose
+    """Scores completions with a compiled model: f32[C] for each, 0 where the policy did not choose
     the token."""
-    # The experts that the policy used are no teacher's.
+    # A teacher does not have the policy's experts.
     rollouts = [r._replace(experts=None) for r in rollouts]
     most, found = shape.max_rows or len(rollouts), list[np.ndarray]()
     for first in range(0, len(rollouts), most):
@@ -100,9 +100,10 @@ def _connect(config: Config, policy: Checkpoint) -> VllmScorer:
     # vLLM draws a token after those that it scores.
     if longest <= config.longest_sequence:
         raise ValueError(
-            f"reward.model = {url!r} takes {longest} tokens, but scoring a prompt and a completion "
-            f"takes {config.longest_sequence + 1} (data.max_prompt_tokens + sampling.max_tokens + "
-            "1); start it with a larger --max_model_len, or lower one of these"
+            f"reward.model = {url!r} accepts {longest} tokens, but scoring a prompt and a "
+            f"completion needs {config.longest_sequence + 1} (data.max_prompt_tokens + "
+            "sampling.max_tokens + 1); start it with a larger --max_model_len, or lower one of "
+            "these"
         )
     if texts != (own := tokenizer.decode(ids, skip_special_tokens=False)):
         raise ValueError(

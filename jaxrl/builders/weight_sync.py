@@ -1,4 +1,4 @@
-"""Builds what publishes a learner's weights, or its adapters, to vLLM servers."""
+"""Publishes a learner's weights, or its adapters, to vLLM servers as a config says."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ from jaxrl.models import Model, Params, lora
 from jaxrl.sampling import VllmSampler
 
 Publish = Callable[..., dict[str, float]]
-"""(params, version=...) -> metrics, such as seconds, once everything is sampled from `params`."""
+"""(params, version=...) -> metrics, such as seconds, once new requests use `params`."""
 
 
 class Adapters(NamedTuple):
@@ -67,7 +67,7 @@ class Sync(NamedTuple):
     hosts: Hosts  # the learner's processes
 
     def source(self, params: Any) -> ParamsSource:
-        """Returns the tensors that this process publishes: all, or through a store its share."""
+        """Returns the tensors that this process publishes: all, or its share with a store."""
         return ParamsSource(
             lora.merge(params),
             self.weights.model.specs,
@@ -76,7 +76,7 @@ class Sync(NamedTuple):
         )
 
     def publisher(self, servers: Sequence[VllmServer]) -> SharedMemoryPublisher | StorePublisher:
-        """Connects to the servers and returns what publishes whole weights to them."""
+        """Connects to the servers; returns a publisher of whole weights."""
         shared: dict[str, Any] = {
             "wire": self.weights.precision.wire,
             "sampler": self.weights.precision.sampler,
@@ -90,23 +90,23 @@ class Sync(NamedTuple):
 
 
 def run_learner(directory: Path) -> LearnerIdentity:
-    """Returns the identity of a run's learner, the same name after the run is resumed. The
-    environment variable JAXRL_TAKE_OVER names a learner that it replaces."""
+    """Returns the identity of a run's learner, with the same name when the run resumes. The
+    environment variable JAXRL_TAKE_OVER names a learner to replace."""
     name = f"{directory.resolve()} on {socket.gethostname()}"
     return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""))
 
 
 Send = Callable[..., tuple[str | None, Timings]]
-"""(params, version=...) -> the adapter that requests must name, and seconds, once all servers that
-can be reached have the parameters."""
+"""(params, version=...) -> the adapter that requests must name, and seconds, once all reachable
+servers have the parameters."""
 
 
 @contextmanager
 def open_send(
     sync: Sync, servers: Sequence[VllmServer], *, adapters: Adapters | None
 ) -> Iterator[Send]:
-    """Opens the way from the learner to the servers: whole weights, or the adapters alone. At the
-    end of the block other learners may connect. Other processes than 0 take part by `follower`."""
+    """Yields the function that sends whole weights, or the adapters alone, to the servers. After
+    the block other learners may connect. Processes other than 0 use `follower`."""
     config, weights = sync.config, sync.weights
     wire = weights.precision.wire
     with ExitStack() as stack:
@@ -149,8 +149,8 @@ def open_send(
 
 
 def follower(sync: Sync) -> Publish:
-    """Returns what the other processes than 0 do in a publish: they take part in gathering the
-    tensors, and with a store each writes its share of them."""
+    """Returns the publish function of processes other than 0: they help to gather the tensors, and
+    with a store each writes its share."""
     share = None
     if sync.config.store is not None:
         store = Store(sync.config.store, known_key())
@@ -170,7 +170,7 @@ def follower(sync: Sync) -> Publish:
 
 
 def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
-    """Returns the way through a store for directories below a root."""
+    """Returns the delivery through a store of directories below a root."""
 
     def send(directory: Path, version: int) -> Callable[[VllmServer], PurePath]:
         files = {path.name: np.fromfile(path, np.uint8) for path in directory.iterdir()}

@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
         precision=config.precision,
         needs=needs,
         note=functools.partial(print, file=sys.stderr, flush=True),
-    ) as policy:
-        found = policy.sampler.sample(prompts, sampling, group_size=arguments.samples)
+    ) as sampler:
+        found = sampler.sample(prompts, sampling, group_size=arguments.samples)
         for completion in found:
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             note = f" [truncated at {sampling.max_tokens} tokens]"

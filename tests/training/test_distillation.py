@@ -161,7 +161,7 @@ def test_served_teacher_scores_sampled_tokens(material, url):
         found = [scores.tolist() for scores in teacher(rollouts)]
     assert found == [[-7.0, -8.0, -9.0], [-4.0]]
     too_long = config(material, **{"reward.model": url, "sampling.max_tokens": "9"})
-    with pytest.raises(ValueError, match=r"takes 17 tokens, but scoring .* takes 18"):
+    with pytest.raises(ValueError, match=r"accepts 17 tokens, but scoring .* needs 18"):
         opened(too_long, decode).__enter__()
     with pytest.raises(ValueError, match="its tokenizer is not the policy's: it decodes"):
         opened(config(material, **{"reward.model": url}), repeated).__enter__()

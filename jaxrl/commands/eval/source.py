@@ -59,11 +59,11 @@ def open_source(
         precision=config.precision,
         needs=needs,
         note=note,
-    ) as policy:
+    ) as sampler:
         yield RolloutSource(
             config=config,
             task=task,
-            sampler=policy.sampler,
+            sampler=sampler,
             params=sampling_params(config.sampling, checkpoint, seed=config.seed),
             episode_runner=runner,
             reward_model=None,
