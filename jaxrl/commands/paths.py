@@ -33,7 +33,7 @@ def check_paths(config: Section) -> None:
     """
     for key, text in _texts(config):
         if (problem := _problem(key, text)) is not None:
-            raise toml_file.ConfigError(f"{key} = {toml_file.shown(text)}: {problem}")
+            raise toml_file.ConfigError(f"{key} = {toml_file.toml_text(text)}: {problem}")
 
 
 def find_inputs(config: C) -> C:
@@ -44,7 +44,9 @@ def find_inputs(config: C) -> C:
         reader says. Also as `fetch_models`.
     """
     missing = [
-        f"{key} = {toml_file.shown(text)}" for key, text in _texts(config) if _is_missing(key, text)
+        f"{key} = {toml_file.toml_text(text)}"
+        for key, text in _texts(config)
+        if _is_missing(key, text)
     ]
     if len(missing) > 1:
         raise toml_file.ConfigError(

@@ -1,4 +1,4 @@
-"""The table `[lora]`: adapters that are trained in place of a model's own parameters."""
+"""The `[lora]` table of a config."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

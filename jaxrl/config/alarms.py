@@ -20,17 +20,17 @@ _Rules = create_model("_Rules", __base__=Section, **_KEYS)
 
 
 class AlarmsConfig(_Rules):
-    """Signs of a run going wrong (docs/operating.md), and what to do about each.
+    """Signs of a run going wrong (docs/operating.md), and the action on each.
 
     `off` ignores it. `log` prints it and writes it to the metrics. `pause` also saves a checkpoint
     and exits with status 3; the same command resumes. `stop` exits with status 4 and saves nothing
-    more. `rollback_...` returns to the newest checkpoint from before the steps that raised the
-    alarm, at least a window, and resumes with one change: the KL coefficient doubled (0.001 if it
-    was 0), the learning rate halved, or the precision set to alarms.precision."""
+    more. `rollback_...` returns to the newest checkpoint before the steps that raised the alarm, at
+    least a window back, and resumes with one change: the KL coefficient doubled (0.001 if it was
+    0), the learning rate halved, or the precision set to alarms.precision."""
 
     precision: DtypePolicy | None = None
-    """Dtype policy that rollback_precision changes to; master weights and moments must keep the
-    run's dtypes."""
+    """Dtype policy that rollback_precision changes to; the dtypes of master weights and moments
+    must stay the same."""
 
     @property
     def limits(self) -> Limits:
@@ -54,7 +54,7 @@ class AlarmsConfig(_Rules):
         return next(due, None)
 
     def reach(self, *, probe_every: int) -> int:
-        """Returns how many steps back a rollback may have to go. held_out is not counted: it
+        """Returns the most steps that a rollback may have to go back. held_out is not counted: it
         returns to the best checkpoint, which is always kept."""
         back = {"not_finite": self.limits.not_finite_steps}
         # Three probes, and the step before the first of them.

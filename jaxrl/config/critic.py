@@ -9,8 +9,7 @@ from jaxrl.config.section import Section
 
 
 class CriticConfig(Section):
-    """The critic of recipes that use one (`ppo`). It is trained on the policy's mini-batches with
-    the optimizer of [optimizer]."""
+    """The critic of recipes that use one (`ppo`); mini-batches and optimizer are the policy's."""
 
     trunk: Literal["own", "shared"] = "own"
     """`own`: a separate network. `shared`: a value head on the policy's network, which the critic's
@@ -21,12 +20,10 @@ class CriticConfig(Section):
     is replaced by one that outputs 0. model.path if absent."""
 
     learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of the critic, or of the value head with a shared trunk; the schedule is
-    the policy's."""
+    """Peak learning rate of the critic, or of a value head; the schedule is the policy's."""
 
     pretrain_steps: NonNegativeInt = 0
-    """Steps at the start of the run that train only the critic (VC-PPO), or only the value head
-    with a shared trunk."""
+    """Steps at the start of the run that train only the critic (VC-PPO) or the value head."""
 
     def _contradictions(self) -> Iterator[str]:
         if self.trunk == "shared" and self.path is not None:

@@ -1,4 +1,4 @@
-"""The `[data]` table of a config, and its parts that other commands have."""
+"""The `[data]` table of a config, and the parts that other commands share."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -25,7 +25,7 @@ class PromptConfig(Section):
     @classmethod
     def _holds_prompt(cls, value: str) -> str:
         if "{prompt}" not in value:
-            raise ValueError("the prompt itself would be lost; write {prompt} where it belongs")
+            raise ValueError("it lacks the prompt; write {prompt} where the prompt belongs")
         return value
 
     def _contradictions(self) -> Iterator[str]:

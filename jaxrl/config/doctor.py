@@ -13,7 +13,7 @@ from jaxrl.core import Precision
 
 
 class DoctorDataConfig(PromptConfig):
-    """Prompts; the completions that they lead to decide how large beta is."""
+    """Prompts; the size of beta depends on their completions."""
 
     path: str | None = None
     """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
@@ -30,7 +30,7 @@ class DoctorSamplingConfig(Section):
     """Sampling, always at a temperature of 1 from the whole vocabulary."""
 
     max_tokens: PositiveInt = 128
-    """Maximum completion length, in tokens; the mismatch of sequences grows with it."""
+    """Maximum completion length, in tokens; the sequence mismatch grows with it."""
 
     max_batch: PositiveInt = 64
     """Completions that the embedded sampler decodes at once."""
@@ -52,8 +52,7 @@ class DoctorConfig(Section):
         "fp16_master",
     )
     """Dtype policies to compare: presets, each followed by its changes, if any, as in
-    fp32,bf16_master,logits=bf16. A running server keeps its own dtype, so only the learner's side
-    of a dtype policy counts with one."""
+    fp32,bf16_master,logits=bf16. Running servers keep their dtype; only the learner's changes."""
 
     prompts: PositiveInt = 16
     """Number of prompts: the first of the data."""
@@ -62,7 +61,6 @@ class DoctorConfig(Section):
     """Completions per prompt."""
 
     clip_range: ClipRange = (0.2, 0.2)
-    """[low, high]: tokens count as clipped below a ratio of 1 - low and above 1 + high."""
 
     timed_steps: NonNegativeInt = 2
     """Training steps to time; the fastest counts. 0 times none."""
@@ -71,7 +69,6 @@ class DoctorConfig(Section):
     """Tokens of one forward and backward pass on a data-parallel shard, as in training."""
 
     remat: Remat = "matmuls"
-    """Recomputation in the backward pass, as in training."""
 
     out: str = "doctor"
     """Directory for doctor.json and doctor.png."""
@@ -82,8 +79,7 @@ class DoctorConfig(Section):
     @field_validator("precisions")
     @classmethod
     def _joined(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Joins what commas separated within a text: a part with an = belongs to the one before
-        it."""
+        """Rejoins texts split at commas: a part with an = belongs to the one before it."""
         found: list[str] = []
         for part in value:
             changes = "=" in part.partition(",")[0] and found

@@ -8,8 +8,7 @@ from jaxrl.config.section import OpenSection, Seconds, Texts
 
 
 class EnvironmentConfig(OpenSection):
-    """The environment of multi-turn episodes; further keys of this table are keyword arguments of
-    the environment."""
+    """The environment of multi-turn episodes; further keys of this table are its arguments."""
 
     name: str | None = None
     """An environment in jaxrl.environments.builtin (`agent` lets the policy call tools,
@@ -23,8 +22,8 @@ class EnvironmentConfig(OpenSection):
     chat template receives their schemas."""
 
     max_turns: PositiveInt = 8
-    """Maximum number of turns of the policy in an episode. sampling.max_tokens limits the tokens
-    after the prompt, including those of the environment."""
+    """Maximum number of turns of the policy in an episode. sampling.max_tokens limits all tokens
+    after the prompt, the environment's included."""
 
     timeout: Seconds = 60.0
     """Seconds that the environment may take to start and to answer a turn. An episode whose

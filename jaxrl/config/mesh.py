@@ -1,4 +1,4 @@
-"""The `[mesh]` table of a config: devices along each axis, and what is sharded over it."""
+"""The `[mesh]` table of a config."""
 
 import math
 from collections.abc import Iterator
@@ -28,8 +28,7 @@ class MeshConfig(Section):
     """Shards of every matrix product (tensor parallelism)."""
 
     parameters: Texts = ()
-    """Changes to the rules of parameters, such as `embed=fsdp+context`, or `vocab=` not to shard a
-    dimension."""
+    """Changes to the rules of parameters, such as `embed=fsdp+context`; `vocab=` for no shards."""
 
     activations: Texts = ()
     """Changes to the rules of batches and activations, such as `length=context`."""

@@ -6,7 +6,7 @@ from pydantic import NonNegativeFloat
 
 from jaxrl.config.data import HeldOutConfig
 from jaxrl.config.optimizer import OptimizerConfig
-from jaxrl.config.section import OpenSection, Section
+from jaxrl.config.section import OpenSection, RunDir, Section
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.tables import EvalConfig
 
@@ -19,8 +19,8 @@ class PairDataConfig(HeldOutConfig):
     completions' columns hold whole conversations that end with the completion."""
 
     chosen_key: str = "chosen"
-    """Column with the better completion: a text, or a list of messages that ends with it. Messages
-    before it must be those of the prompt."""
+    """Column with the better completion: a text, or messages that end with it, after those of the
+    prompt if any."""
 
     rejected_key: str = "rejected"
     """Column with the worse completion, in the same forms."""
@@ -30,8 +30,7 @@ class RankedDataConfig(PairDataConfig):
     """Prompts with a chosen and a rejected completion each, and the margin between them."""
 
     margin_key: str | None = None
-    """Column with the margin by which the chosen completion's reward should be higher; no margin if
-    absent."""
+    """Column with the margin between the two rewards; no margin if absent."""
 
 
 class PairEvalConfig(EvalConfig):
@@ -68,10 +67,7 @@ class _PairsConfig(SupervisedConfig):
 class RewardModelConfig(_PairsConfig):
     """A run that trains a reward model."""
 
-    run_dir: str = "runs/reward_model"
-    """Directory of the reward model (in `model`), checkpoints and metrics; a run found there is
-    resumed."""
-
+    run_dir: RunDir = "runs/reward_model"
     data: RankedDataConfig
     loss: BradleyTerryConfig = BradleyTerryConfig()
 
@@ -79,9 +75,6 @@ class RewardModelConfig(_PairsConfig):
 class DPOConfig(_PairsConfig):
     """A run of direct preference optimisation."""
 
-    run_dir: str = "runs/dpo"
-    """Directory of the tuned model (in `model`), checkpoints and metrics; a run found there is
-    resumed."""
-
+    run_dir: RunDir = "runs/dpo"
     loss: PairLossConfig = PairLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)

@@ -16,17 +16,17 @@ class RewardConfig(Section):
     what counts as correct in evaluations."""
 
     weights: Numbers = ()
-    """One weight for each function, in the same order, then one for reward.model if it is set; all
-    1 if empty. A part with weight 0 is logged but not trained on."""
+    """One weight for each function, then one for reward.model if set; all 1 if empty. A part with
+    weight 0 is logged but not trained on."""
 
     model: str | None = None
     """Directory of a reward model (`jaxrl reward-model`), whose score is added to the reward. Or a
-    teacher: directory of a language model, or address of a vLLM server of one, such as
-    http://127.0.0.1:8001; the advantage of each token then gains weight x log(teacher / sampler).
-    Both read the sampled token ids, so their tokenizer must be the policy's."""
+    teacher, the directory of a language model or the address of a vLLM server, such as
+    http://127.0.0.1:8001: the advantage of each token then gains weight x log(teacher / sampler).
+    Both read token ids, so their tokenizer must be the policy's."""
 
     timeout: Seconds = 60.0
-    """Seconds that a reward function may take for one completion, or for all of them if it takes a
+    """Time limit in seconds of a reward function for one completion, or for all if it takes a
     batch. A completion whose reward fails or takes longer is counted and excluded from training."""
 
     kl: NonNegativeFloat = 0.0

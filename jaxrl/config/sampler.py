@@ -18,7 +18,7 @@ class SamplingConfig(Section):
     """Maximum completion length, in tokens."""
 
     temperature: PositiveFloat = 1.0
-    """Divides the logits, in the sampler and in the learner's log-probs. Evaluation is greedy."""
+    """Divides the logits of the sampler and of the learner's log-probs. Evaluation is greedy."""
 
     stop: Texts = ()
     """Texts that end a completion, besides the model's end-of-sequence tokens."""
@@ -36,7 +36,7 @@ class ServerConfig(Section):
     for the CPU)."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that this environment's vLLM is built for."""
+    """Device of that environment's vLLM build."""
 
     kv_cache_bytes: PositiveInt | None = None
     """Size of the KV cache. If absent, vLLM decides on a GPU; on a CPU the cache holds the
@@ -44,8 +44,7 @@ class ServerConfig(Section):
     memory, or more if one completion needs it."""
 
     vllm_args: Texts = ()
-    """Further command-line arguments of vLLM's api_server, except those that jaxrl sets or checks,
-    such as --host."""
+    """Further arguments of vLLM's api_server, except those jaxrl sets or checks, such as --host."""
 
     @field_validator("vllm_args")
     @classmethod
@@ -61,12 +60,12 @@ class SamplerConfig(ServerConfig):
     """`embedded` decodes with JAX in this program; `vllm` sends requests to servers."""
 
     devices: NonNegativeInt = 0
-    """Devices that the embedded sampler has for itself, besides those of [mesh]; with
+    """Devices for the embedded sampler alone, besides those of [mesh]; with
     `rollouts.max_staleness` both then work at the same time. 0 shares the learner's."""
 
     rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
-    """Axes that shard the embedded sampler's weights and cache, a preset of sharding/rules.py; the
-    learner's rules if absent, and `data` on devices of its own. `data` keeps whole weights on each
+    """Axes that shard the embedded sampler's weights and cache, a preset of sharding/rules.py. If
+    absent, the learner's rules, or `data` with sampler.devices. `data` keeps whole weights on each
     device, so that decoding needs no communication."""
 
     url: Texts = ()
@@ -74,7 +73,7 @@ class SamplerConfig(ServerConfig):
     run starts a server and stops it at the end."""
 
     store: str | None = None
-    """Object store, web server or shared directory that weights take to servers on other hosts:
+    """Object store, web server or shared directory that carries weights to servers on other hosts:
     s3://BUCKET/PATH, gs://..., az://..., https://HOST/PATH or file:///DIRECTORY. Needs
     jaxrl[store]. If absent, weights go through this host's shared memory."""
 
@@ -98,7 +97,7 @@ class SamplerConfig(ServerConfig):
     def _contradictions(self) -> Iterator[str]:
         for url in self.url:
             if not is_http_address(url):
-                yield f"sampler.url = {url!r}: an address is expected, such as http://HOST:8000"
+                yield f"sampler.url = {url!r}: expected an address, such as http://HOST:8000"
         if self.name == "embedded" and self.url:
             yield (
                 f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
@@ -118,8 +117,8 @@ class SamplerConfig(ServerConfig):
                 yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
         if self.devices and self.rules in ("fsdp_tensor", "all"):
             yield (
-                f"sampler.rules = {self.rules!r} cuts over several axes, and sampler.devices = "
-                f"{self.devices} lie along a single one; use data, fsdp, tensor or expert"
+                f"sampler.rules = {self.rules!r} shards over several axes, but sampler.devices = "
+                f"{self.devices} are a mesh of one axis; use data, fsdp, tensor or expert"
             )
 
 
@@ -127,12 +126,11 @@ class RolloutsConfig(Section):
     """Asynchronous training: sampling while the learner trains."""
 
     max_staleness: NonNegativeInt = 0
-    """Maximum number of policy versions between the sampler and the learner. With 0 they take
-    turns, and the run is a function of the seed; above 0 they work at the same time, and the
+    """Maximum number of policy versions that the sampler may be behind the learner. With 0 they
+    take turns, and the run is a function of the seed; above 0 they work at the same time, and the
     batches depend on timing."""
 
     order: Order = "begun"
-    """Order in which groups are trained on. `begun`: as their sampling began; the learner waits for
-    long completions and none becomes too stale. `finished`: as their sampling finished; the learner
-    does not wait, groups that became too stale are dropped and counted, and short completions are
-    favoured."""
+    """Order in which groups are trained on. `begun`: as sampling began; the learner waits for long
+    completions, and no group becomes too stale. `finished`: as sampling finished; the learner does
+    not wait, stale groups are dropped and counted, and short completions are favoured."""

@@ -26,13 +26,15 @@ from jaxrl.core import Precision
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 ClipRange = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], PositiveFloat], Field(strict=False)
+    tuple[Annotated[float, Field(gt=0, lt=1)], PositiveFloat],
+    Field(
+        strict=False,
+        description="[low, high]: tokens count as clipped below a ratio of 1 - low and above "
+        "1 + high.",
+    ),
 ]
-
-
 Seed = Annotated[NonNegativeInt, Field(lt=2**63)]
-Seconds = Annotated[PositiveFloat, Field(le=1e6)]  # threads and sockets accept no years
-
+Seconds = Annotated[PositiveFloat, Field(le=1e6)]  # threads and sockets refuse years
 
 _OF_32_BITS = "a number of 32 bits is expected: 0, or from 1e-30 to 1e30"
 
@@ -47,27 +49,48 @@ def _plain(value: Any) -> Any:
 
 
 def _check_storable(value: Any) -> None:
-    """Checks that a TOML file can hold a value, and every file that it names can exist."""
+    """Checks that TOML can hold a value, and that each text could name a file."""
     if isinstance(value, list | tuple):
         for member in value:
             _check_storable(member)
     elif isinstance(value, str):
         if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("a text of valid characters is expected, and NUL is not one")
+            raise ValueError("a text of valid characters without NUL is expected")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("a number of at most 64 bits is expected")
 
 
-# A key that a table passes on to a function, whose signature says more.
+# An argument of a function, whose signature says more.
 Plain = Annotated[float | int | bool | str, PlainValidator(_plain)]
 
-# A dtype policy, which a config file holds and shows as its text.
+# A dtype policy; files hold its text.
 DtypePolicy = Annotated[
     Precision, PlainValidator(Precision.of), PlainSerializer(operator.attrgetter("text"))
 ]
 
-Remat = Literal["none", "matmuls", "attention", "layer"]
-Attention = Literal["auto", "xla", "splash", "cudnn"]
+RunDir = Annotated[
+    str,
+    Field(
+        description="Directory of checkpoints, metrics and the trained model (in `model`); a run "
+        "found there is resumed."
+    ),
+]
+Remat = Annotated[
+    Literal["none", "matmuls", "attention", "layer"],
+    Field(
+        description="Recomputation in the backward pass: `none`; `matmuls` recomputes everything "
+        "except matrix products and attention, at almost no cost; `attention` everything except "
+        "attention; `layer` whole layers, which takes the least memory."
+    ),
+]
+Attention = Annotated[
+    Literal["auto", "xla", "splash", "cudnn"],
+    Field(
+        description="Attention kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA "
+        "GPUs. `auto` takes the device's own kernel if it supports the model and the dtypes; the "
+        "log names it."
+    ),
+]
 
 
 class Section(BaseModel):
@@ -95,8 +118,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _usable(cls, value: Any) -> Any:
-        """Refuses what no key can mean: an empty text, and floats that are 0 or infinite in the
-        dtypes of the learner."""
+        """Refuses empty texts, and floats that are 0 or infinite in the learner's dtypes."""
         for member in value if isinstance(value, tuple) else [value]:
             if member == "":
                 raise ValueError("the text is empty; leave the key out, or write a text")
@@ -106,7 +128,7 @@ class Section(BaseModel):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields one line for each set of keys that cannot hold together, with the fix."""
+        """Yields one line for each set of keys that contradict each other, with the fix."""
         yield from ()
 
     @model_validator(mode="after")

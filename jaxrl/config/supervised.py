@@ -9,7 +9,7 @@ from jaxrl.config.data import TextsConfig
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.optimizer import OptimizerConfig
-from jaxrl.config.section import Attention, Remat, Section
+from jaxrl.config.section import Attention, Remat, RunDir, Section
 from jaxrl.config.tables import CheckpointConfig, ModelConfig, RunConfig
 
 
@@ -27,20 +27,13 @@ class SupervisedTrainConfig(Section):
     down to whole rows. It changes speed and memory, never the result."""
 
     row_length: PositiveInt = 1024
-    """Tokens in a row of the learner's batch. A text, or a pair of texts, that does not fit into a
-    row is dropped and counted."""
+    """Tokens in a row of the learner's batch. Longer texts or pairs are dropped and counted."""
 
     packing: bool = True
     """Pack several short texts or pairs into a row instead of one per row."""
 
     remat: Remat = "matmuls"
-    """Recomputation in the backward pass: `none`; `matmuls` recomputes everything except matrix
-    products and attention, at almost no cost; `attention` everything except attention; `layer`
-    whole layers, which takes the least memory."""
-
     attention: Attention = "auto"
-    """Attention kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs. `auto`
-    takes the device's own kernel if it supports the model and the dtypes; the log names it."""
 
 
 class SupervisedConfig(RunConfig):
@@ -87,20 +80,15 @@ class SFTDataConfig(TextsConfig):
     `none` if the column completion_key holds whole conversations."""
 
     completion_key: str = "completion"
-    """Column with the completion to train on: a text, or a list with the assistant's message. The
-    end of the text is trained on, too. With prompt_key = none each turn of the assistant is
-    trained on, after the messages before it."""
+    """Column with the completion to train on, and with the end of the text: a text, or a list with
+    the assistant's message. With prompt_key = none every turn of the assistant is trained on."""
 
     text_key: str | None = None
-    """Column with a whole text to train on, from its second token; replaces prompt_key and
-    completion_key."""
+    """Column with a whole text to train on from its second token; replaces the other two keys."""
 
 
 class SFTConfig(SupervisedConfig):
     """A supervised fine-tuning run."""
 
-    run_dir: str = "runs/sft"
-    """Directory of the tuned model (in `model`), checkpoints and metrics; a run found there is
-    resumed."""
-
+    run_dir: RunDir = "runs/sft"
     data: SFTDataConfig

@@ -1,14 +1,11 @@
-"""The tables that most commands share: every key with its type, default and meaning.
-
-`--help` prints the docstrings below.
-"""
+"""The tables that most commands share. `--help` prints the docstrings of the keys."""
 
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from jaxrl.config.section import Attention, DtypePolicy, OpenSection, Remat, Section, Seed
+from jaxrl.config.section import Attention, DtypePolicy, OpenSection, Remat, RunDir, Section, Seed
 from jaxrl.core import Precision
 
 
@@ -49,7 +46,7 @@ class TrainConfig(Section):
     """Prompts per rollout batch."""
 
     group_size: PositiveInt = 8
-    """Completions per prompt; they form the group that advantages are relative to."""
+    """Completions per prompt; advantages compare them with each other."""
 
     updates_per_rollout: PositiveInt = 1
     """Mini-batches per rollout batch, one optimizer step each; 1 is exactly on-policy."""
@@ -72,20 +69,14 @@ class TrainConfig(Section):
     data.max_prompt_tokens + sampling.max_tokens. With packing, longer rows waste less."""
 
     packing: bool = True
-    """Pack several sequences into a row; share the prompt of a group where attention can."""
+    """Pack several sequences into a row; a group shares its prompt if attention supports it."""
 
     replay_routing: bool = False
     """Routing replay, for mixtures of experts: the learner sends each token to the experts that the
     sampler used. The routers are still trained. vLLM reports them on GPUs only."""
 
     remat: Remat = "matmuls"
-    """Recomputation in the backward pass: `none`; `matmuls` recomputes everything except matrix
-    products and attention, at almost no cost; `attention` everything except attention; `layer`
-    whole layers, which takes the least memory."""
-
     attention: Attention = "auto"
-    """Attention kernel: `xla` runs everywhere, `splash` on TPUs, `cudnn` on NVIDIA GPUs. `auto`
-    takes the device's own kernel if it supports the model and the dtypes; the log names it."""
 
     profile_steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
     """First and last step of a JAX trace, written to run_dir/profile."""
@@ -94,9 +85,9 @@ class TrainConfig(Section):
         completions = self.train_batch * self.group_size
         if self.group_size == 1 and self.dynamic_sampling_rounds:
             yield (
-                f"train.dynamic_sampling_rounds = {self.dynamic_sampling_rounds} drops groups "
-                "whose completions all earn the same, which with train.group_size = 1 are all "
-                "groups; set it to 0, or train.group_size to 2 or more"
+                f"train.dynamic_sampling_rounds = {self.dynamic_sampling_rounds} drops groups with "
+                "equal rewards, and train.group_size = 1 makes all groups such; set it to 0, or "
+                "train.group_size to 2 or more"
             )
         if completions % self.updates_per_rollout:
             yield (
@@ -145,5 +136,4 @@ class BaseConfig(Section):
 class RunConfig(BaseConfig):
     """Keys of every command that trains."""
 
-    run_dir: str = "runs/latest"
-    """Directory of checkpoints, metrics and plots; a run found there is resumed."""
+    run_dir: RunDir = "runs/latest"

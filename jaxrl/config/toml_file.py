@@ -1,5 +1,4 @@
-"""Reads configs from TOML files and the command line, and writes them as TOML; every error names
-its key."""
+"""Reads configs from TOML files and the command line, and writes them as TOML."""
 
 import difflib
 import functools
@@ -24,7 +23,7 @@ _MOST_SHOWN = 200  # characters of a value
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message names each wrong key and the fix."""
+    """An invalid config; the message names each wrong key and the fix."""
 
 
 def keys(schema: type[Section]) -> dict[str, FieldInfo]:
@@ -58,8 +57,8 @@ def load(
       overrides: (dotted key, text) in the order of the command line.
 
     Raises:
-      ConfigError: for a file that is missing or not TOML, an unknown key (the message names the
-        nearest one), a missing key, a wrong type or a contradiction.
+      ConfigError: for a file that is missing or not TOML, an unknown or missing key, a wrong type
+        or a contradiction.
     """
     tree = read_tree(file) if file is not None else {}
     for name, text in overrides:
@@ -146,7 +145,7 @@ def _set(tree: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"[{section}] must be a table of keys, got {shown(tree)}")
+            raise ConfigError(f"[{section}] must be a table of keys, got {toml_text(tree)}")
     tree[leaf] = value
 
 
@@ -167,7 +166,7 @@ def _kinds(annotation: Any) -> set[Any]:
 def _toml_value(text: str) -> Any:
     """Parses one TOML value; raises ValueError for anything else."""
     if "\n" in text or "\r" in text:
-        raise ValueError("a value stands in one line")
+        raise ValueError("a value must be on one line")
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except RecursionError as error:
@@ -179,14 +178,14 @@ def _number(name: str, text: str) -> Any:
         return _toml_value(text.lower() if text in ("True", "False") else text)
     except ValueError:
         raise ConfigError(
-            f"{name} = {shown(text)} is not a value; write a number, true or false"
+            f"{name} = {toml_text(text)} is not a value; write a number, true or false"
         ) from None
 
 
 def unknown_key(schema: type[Section], name: str) -> str:
     """Returns the error for an unknown key; it names the nearest one."""
     if not name.isprintable():
-        return f"{shown(name)}: there is no such key; --help all lists them"
+        return f"{toml_text(name)}: there is no such key; --help all lists them"
     names = list(keys(schema))
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -205,7 +204,7 @@ def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, An
     name = ".".join(map(str, path))
     for depth in range(1, len(path)):  # an error inside a list is one of its key
         if (key := ".".join(map(str, path[:depth]))) in known:
-            whole = shown(functools.reduce(operator.getitem, path[:depth], tree))
+            whole = toml_text(functools.reduce(operator.getitem, path[:depth], tree))
             if error["type"] == "missing":
                 return [f"{key} = {whole}: the list is too short{_meaning(known, key)}"]
             return [f"{key} = {whole}: {_reason(error)} at place {path[depth] + 1}"]
@@ -218,16 +217,16 @@ def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, An
     if error["type"] == "value_error":
         cause = str(error["ctx"]["error"])
         if name and name not in {n.rpartition(".")[0] for n in known}:
-            return [f"{name} = {shown(given)}: {cause}"]
-        # A table that appears under several names cannot say its own.
+            return [f"{name} = {toml_text(given)}: {cause}"]
+        # A table that is used under several names does not know its own.
         named = not name or f"{name}." in cause
         return [line if named else f"[{name}] {line}" for line in cause.splitlines()]
     if error["type"] == "tuple_type":
         written = json.dumps([given], default=str, ensure_ascii=False)
-        return [f"{name} = {shown(given)}: write a list, {name} = {written:.{_MOST_SHOWN}}"]
+        return [f"{name} = {toml_text(given)}: write a list, {name} = {written:.{_MOST_SHOWN}}"]
     if error["type"].endswith("_type") and error["type"].startswith("model"):
-        return [f"[{name}] must be a table of keys, got {shown(given)}"]
-    return [f"{name} = {shown(given)}: {_reason(error)}{_meaning(known, name)}"]
+        return [f"[{name}] must be a table of keys, got {toml_text(given)}"]
+    return [f"{name} = {toml_text(given)}: {_reason(error)}{_meaning(known, name)}"]
 
 
 def _meaning(known: Mapping[str, FieldInfo], name: str) -> str:
@@ -235,13 +234,13 @@ def _meaning(known: Mapping[str, FieldInfo], name: str) -> str:
 
 
 def _reason(error: Mapping[str, Any]) -> str:
-    """Returns the words of one of pydantic's errors, without its prefix."""
+    """Returns the text of one of pydantic's errors, without its prefix."""
     text = str(error["msg"]).removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
 
 
-def shown(value: Any) -> str:
-    """Formats a value for a message, which it must not fill."""
+def toml_text(value: Any) -> str:
+    """Formats a value for a message, shortened if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python writes integers of at most 4,300 digits

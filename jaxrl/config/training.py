@@ -1,7 +1,4 @@
-"""The config of a training run: all of its tables, and the contradictions between two of them.
-
-`jaxrl.config.toml_file` reads one from TOML and the command line.
-"""
+"""The config of a training run: all of its tables, and the contradictions between them."""
 
 import math
 from collections.abc import Iterator
@@ -109,7 +106,6 @@ class Config(RunConfig):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields one line for each contradiction between two tables, with the fix."""
         yield from _sizes(self)
         yield from _algorithm(self)
         yield from _sampling(self)

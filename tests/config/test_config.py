@@ -111,7 +111,7 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__steps": 0}, "train.steps = 0"),
         ({"train__remat": "some"}, "train.remat = 'some': input should be 'none'"),
         ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan"),
-        ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': the prompt itself would be"),
+        ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': it lacks the prompt"),
         ({"train__updates_per_rollout": 3}, "32 x 8 = 256 completions; choose a divisor"),
         ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),

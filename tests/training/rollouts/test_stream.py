@@ -303,7 +303,7 @@ def test_sampler_takes_the_last_devices():
     assert own.mesh.shape["tensor"] == 3
     with pytest.raises(ValueError, match=r"sampler\.devices = 8 leaves the learner none of 8"):
         make_layout(config.mesh, reserved=8)
-    with pytest.raises(ConfigError, match=r"sampler\.rules = 'all' cuts over several axes"):
+    with pytest.raises(ConfigError, match=r"sampler\.rules = 'all' shards over several axes"):
         hand_made(sampler={"devices": 3, "rules": "all"})
     with pytest.raises(ConfigError, match=r"sampler\.devices = 3 applies to sampler\.name = 'emb"):
         hand_made(sampler={"devices": 3, "name": "vllm"})
