@@ -59,8 +59,7 @@ def train(config: Config) -> Result:
     the same config, and computes the same parameters bit for bit.
 
     Raises:
-      ResumeError, CheckpointError, ValueError: see `run.open_run` and `run_directory.lock`; the
-        message says what to do.
+      ResumeError, CheckpointError, ValueError: as `run.open_run` and `run_directory.lock`.
     """
     with Interrupt() as interrupt, lock(Path(config.run_dir), Hosts()):
         while True:
@@ -72,7 +71,7 @@ def train(config: Config) -> Result:
 
 
 def _train(config: Config, interrupt: Interrupt) -> Result:
-    """Trains up to the end or the first rollback, which takes effect when the run is reopened."""
+    """Trains to the end or to the first rollback, which takes effect when the run is reopened."""
     with (
         open_run(config) as (run, state, progress),
         run.hosts.reporting(),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxrl.training.supervised import fit
 
 C = TypeVar("C", bound=Config | SupervisedConfig)
-R = TypeVar("R", bound="jaxrl.train.Result | fit.Result")
+R = TypeVar("R", bound="jaxrl.train.Result | fit.FitResult")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LATE = "Event loop is closed"  # of a write that ends after orbax has stopped waiting for it
@@ -43,13 +43,13 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
     return status
 
 
-def last_loss(result: "fit.Result") -> tuple[str, int]:
+def last_loss(result: "fit.FitResult") -> tuple[str, int]:
     """Concludes a run on texts."""
     found = result.last.get("loss", float("nan"))
     return f"loss {found:.4f} nats per token; model: {result.model}", 0
 
 
-def held_out_accuracy(result: "fit.Result") -> tuple[str, int]:
+def held_out_accuracy(result: "fit.FitResult") -> tuple[str, int]:
     """Concludes a run on preference pairs; without held-out ones it tells the last loss."""
     before, after = result.first.get("accuracy"), result.last.get("eval/accuracy")
     text = f"loss {result.last.get('loss', float('nan')):.4f}"

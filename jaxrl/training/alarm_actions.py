@@ -10,8 +10,8 @@ from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run import Run
 
-_MAX_ROLLBACKS = 2  # in a run: a problem that two changes do not solve needs a person
-_SEVERITY = ("log", "pause", "rollback", "stop")  # of several alarms the most severe acts
+_MAX_ROLLBACKS = 2  # per run: a problem that survives two changes needs a person
+_SEVERITY = ("log", "pause", "rollback", "stop")  # of several actions, the most severe is taken
 
 
 class Verdict(NamedTuple):
@@ -72,7 +72,7 @@ class AlarmActions:
         return None
 
     def _roll_back(self, alarm: Alarm) -> Verdict:
-        """Decides on a checkpoint and a change of the config.
+        """Chooses a checkpoint to return to and a change of the config.
 
         Raises:
           ValueError: if there is no checkpoint to go back to, or no change that can be made.
@@ -116,7 +116,7 @@ class AlarmActions:
         )
 
     def _learning_rates(self, key: str) -> str:
-        """Names the usual range if the learning rate is the first key to try and lies outside."""
+        """Names the usual range if the learning rate is the first key to try and is outside it."""
         of, adapters = self._config.optimizer, self._config.lora.rank > 0
         parameters = models.parameter_count(self._run.learning.model.specs)
         low, high = usual_learning_rates(parameters, adapters=adapters)

@@ -11,21 +11,20 @@ import jax
 from jaxrl.config.hosts import HostsConfig, is_address
 from jaxrl.core import ReportedError, report
 
-JOIN = 300  # seconds that a process waits for the others at the start
-HEARTBEAT = 30  # seconds without a sign of life: longer than any pause of a healthy process
+JOIN = 300  # seconds to wait for the other processes at the start
+HEARTBEAT = 30  # seconds without a heartbeat: longer than any pause of a healthy process
 
 
 @contextmanager
 def joined(config: HostsConfig) -> Iterator[None]:
     """Joins the other processes of the run for the block; a no-op without a coordinator.
 
-    A process that fails or is interrupted prints its number and exits at once, without the shutdown
-    barrier, at which the others might wait forever. They exit when they notice: at once in a
-    collective, otherwise after HEARTBEAT seconds.
+    A process that fails or is interrupted prints its number and exits without the shutdown barrier,
+    where it might wait forever. The others exit when they notice: at once in a collective,
+    otherwise after HEARTBEAT seconds.
 
     Raises:
-      ValueError: if jax finds no cluster, the numbers do not fit, the coordinator is neither
-        HOST:PORT nor auto, or numbers are given without one.
+      ValueError: if jax finds no cluster, or the keys of [hosts] are wrong or incomplete.
     """
     processes = _known(config.processes, "JAX_NUM_PROCESSES")
     process = _known(config.process, "JAX_PROCESS_ID")
@@ -47,7 +46,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
                 num_processes=processes,
                 process_id=process,
                 local_device_ids=_all_devices(os.environ),
-                initialization_timeout=2 * JOIN,  # jax's own end is a crash
+                initialization_timeout=2 * JOIN,  # jax's own timeout crashes
                 heartbeat_timeout_seconds=HEARTBEAT,
             )
     except ValueError as error:
@@ -85,8 +84,7 @@ def _check_alone(processes: int | None, process: int | None) -> None:
 
 @contextmanager
 def _waiting(who: str, address: str, *, at_most: int) -> Iterator[None]:
-    """Exits the process if the block takes more than `at_most` seconds; jax cannot be interrupted
-    in it."""
+    """Exits the process after `at_most` seconds in the block, where jax cannot be interrupted."""
 
     def end() -> None:
         _say(
@@ -114,10 +112,10 @@ def _known(value: int | None, variable: str) -> int | None:
 
 
 def _all_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """Returns an empty list, meaning all devices, for the only process that Slurm or Open MPI
-    started on its node: jax would take only the GPU with the process's number on the node. None
-    leaves the choice to jax and its JAX_LOCAL_DEVICE_IDS."""
-    # Every node of a step has a task, so equal numbers mean one task to a node.
+    """Returns [], meaning all devices, if Slurm or Open MPI started one process on this node: jax
+    would take only the GPU with the process's number on the node. None leaves the choice to jax and
+    its JAX_LOCAL_DEVICE_IDS."""
+    # Every node of a step has a task, so equal numbers mean one task per node.
     tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
     alone = tasks is not None and tasks == nodes
     alone = alone or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"

@@ -1,6 +1,6 @@
-"""Compiles the learner's programs in threads, beside the sampling of the first rollouts.
+"""Compiles the learner's programs in threads, while the first rollouts are sampled.
 
-Compiling takes seconds on a CPU and minutes for a large model, and needs shapes alone. The first
+Compiling takes seconds on a CPU and minutes for a large model, and needs only shapes. The first
 call of a compiled function then finds its program in JAX's cache.
 """
 
@@ -24,15 +24,15 @@ from jaxrl.training.timing import is_due
 def compile_ahead(
     config: Config, learning: Learning, state: State, *, step: int
 ) -> Iterator[Callable[[], None]]:
-    """Compiles what the learner runs in the first step after `step`, if there is one.
+    """Compiles the learner's programs for the first step after `step`, if there is one.
 
     Yields:
-      A function that waits until the programs are compiled. It raises what the compiler raised.
+      A function that waits until the programs are compiled, and raises the compiler's errors.
     """
-    # A GPU's compiler measures kernels on the device, which must have nothing else to do.
+    # A GPU's compiler times kernels on the device, which must be idle.
     measured = learning.layout.mesh.devices.flat[0].platform == "gpu"
     parts = () if measured or step == config.train.steps else (_compile_update, _compile_probe)
-    # It waits at its end: Python must not end in the middle of the compiler.
+    # The block waits for the threads: Python must not exit while one compiles.
     with ThreadPoolExecutor(len(parts) or 1, thread_name_prefix="compile-ahead") as threads:
         compiling = [threads.submit(part, config, learning, state, step=step) for part in parts]
 
@@ -67,7 +67,7 @@ def _compile_update(config: Config, learning: Learning, state: State, *, step: i
 
 
 def _compile_probe(config: Config, learning: Learning, state: State, *, step: int) -> None:
-    """Compiles what only the probe of a minibatch runs."""
+    """Compiles the programs that only the probe of a minibatch runs."""
     learner, params = learning.learner, state.policy.params
     if is_due(config.probe.every, step):
         described = _described(config, learning)
@@ -78,7 +78,7 @@ def _compile_probe(config: Config, learning: Learning, state: State, *, step: in
 
 
 def _described(config: Config, learning: Learning) -> Callable[..., Minibatch]:
-    """Returns `abstract_minibatch` for packed minibatches of a run; arguments say what differs."""
+    """Returns `abstract_minibatch` for packed minibatches of a run; its arguments override them."""
     return functools.partial(
         abstract_minibatch,
         shape=learning.shape,
@@ -88,7 +88,6 @@ def _described(config: Config, learning: Learning) -> Callable[..., Minibatch]:
 
 
 def _compile(program: Any, *args: Any) -> Any:
-    """Compiles a program for these arguments; returns its results' shapes, with shardings. It
-    costs nothing if the program exists."""
+    """Compiles a program for these arguments; returns the shapes and shardings of its results."""
     lowered = program.lower(*args)
     return placed(lowered.out_info, lowered.compile().output_shardings)

@@ -49,9 +49,8 @@ def evaluate_greedily(source: RolloutSource) -> Evaluation:
 def evaluate(
     source: RolloutSource, examples: Sequence[Example], *, params: SamplingParams, samples: int
 ) -> Evaluation:
-    """Completes every prompt `samples` times and scores the completions by the first reward
-    function, usually 0 or 1, whose weight is not applied. Without functions, the environment
-    rewards them."""
+    """Completes every prompt `samples` times and scores the completions with the first reward
+    function, without its weight. Without functions, the environment rewards them."""
     task, failures = source.task, list[str | None]()
     noting = source._replace(note=failures.append)
     found = generate(noting, dict(enumerate(examples)), params=params, group_size=samples)

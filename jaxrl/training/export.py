@@ -23,8 +23,7 @@ from jaxrl.tracking.tracker import read_metrics
 def export(
     config: Config, learning: Learning, *, source: Checkpoint, params: Params, hosts: Hosts
 ) -> Path:
-    """Writes the model of a training run, with its served weights, and draws the curves; returns
-    the model's directory."""
+    """Writes the model of a training run and draws its curves; returns the model's directory."""
     model = write_model(
         config, params, source=source, model=learning.model, specs=learning.specs, hosts=hosts
     )
@@ -38,8 +37,7 @@ def export(
 
 
 def model_dtype(config: Config | SupervisedConfig) -> DType:
-    """Returns the dtype of a run's finished model: as served, where samplers or frozen parameters
-    have such weights; else as trained."""
+    """Returns the dtype of a run's model: as trained if supervised without lora, else as served."""
     lossless = isinstance(config, SupervisedConfig) and not config.lora.rank
     return config.precision.params if lossless else config.precision.exported
 
@@ -53,11 +51,10 @@ def write_model(
     specs: Any,
     hosts: Hosts,
 ) -> Path:
-    """Writes a run's model to `model` in its directory as a Hugging Face checkpoint, with tensors
-    in `model_dtype`; `source` is what the run began with. All processes must call it.
+    """Writes a run's model to `model` in its directory as a Hugging Face checkpoint, in
+    `model_dtype`. All processes must call it. `source` is the checkpoint that the run started from.
 
-    Adapters, `params` of `lora.Adapted`, are merged into the model, and also written to `adapter`
-    in their own dtype.
+    Adapters are merged into the model, and also written to `adapter` in their own dtype.
 
     Returns:
       The model's directory, on every process once it is complete.

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that a loop checks where it can stop cleanly."""
+"""SIGTERM and Ctrl-C as a flag that a loop checks at the points where it can stop."""
 
 import signal
 from types import FrameType

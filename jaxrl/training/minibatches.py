@@ -1,5 +1,4 @@
-"""Minibatches of a step: rollouts with their training targets, packed, with the scores that the
-loss needs."""
+"""Minibatches of a step: packed rollouts with training targets and the scores of the loss."""
 
 import dataclasses
 import functools
@@ -36,8 +35,7 @@ class Targets(NamedTuple):
 
 
 def split_minibatches(count: int, *, updates: int) -> list[slice]:
-    """Splits `count` rollouts evenly over the updates of a step; with fewer rollouts than planned,
-    minibatches are smaller or fewer."""
+    """Splits `count` rollouts evenly over updates; with too few, slices are smaller or fewer."""
     size = -(-count // updates)
     return [slice(i, i + size) for i in range(0, count, size)]
 
@@ -47,13 +45,13 @@ def compute_advantages(
 ) -> tuple[Targets, Numbers]:
     """Computes the advantages and, with a critic, its values and targets.
 
-    `state` is that before any update of this step; `parts` are the rollouts of each minibatch.
+    `state` is the one before any update of this step; `parts` are the rollouts of each minibatch.
     """
     learning, source, policy = run.learning, run.source, state.policy.params
     recipe = learning.recipe
 
     def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
-        """For each rollout f32[C], 0 where the policy did not choose the token."""
+        """Scores rollouts: f32[C] for each, 0 where the policy did not choose the token."""
         found: list[np.ndarray] = []
         for some in (rollouts[part] for part in parts):
             minibatch = pack_minibatch(some, [0.0] * len(some), shape=learning.shape)
@@ -109,7 +107,7 @@ def prepare_minibatch(
 
 
 def with_coefficients(minibatch: Minibatch, coefficients: Mapping[str, float]) -> Minibatch:
-    """Returns the minibatch with the coefficients of the terms that controllers steer."""
+    """Adds the coefficients of terms that controllers steer."""
     arrays = {
         name: jnp.full_like(minibatch.batch.advantages, coefficient)
         for name, coefficient in coefficients.items()

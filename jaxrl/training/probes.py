@@ -30,8 +30,8 @@ def run_probes(
     minibatch: Minibatch,
     step: int,
 ) -> Numbers:
-    """Probes a minibatch of the step after `step` and logs some of its rollouts, where either is
-    due; returns the metrics of the probe. `params` are those before any update of this step."""
+    """Probes a minibatch of the step after `step` and logs some of its rollouts, if either is due;
+    returns the metrics of the probe. `params` are those before any update of this step."""
     numbers, by_token = _split_ratio(run, params, rollouts=rollouts, minibatch=minibatch, step=step)
     if run.samples is not None and is_due(run.config.samples.every, step):
         shape = run.learning.shape
@@ -43,12 +43,12 @@ def run_probes(
 def _split_ratio(
     run: Run, params: Params, *, rollouts: Sequence[Rollout], minibatch: Minibatch, step: int
 ) -> tuple[Numbers, dict[str, np.ndarray]]:
-    """Splits the log-ratio into policy change (alpha) and numerics (beta), and measures the shape
-    noise once a run.
+    """Splits the log-ratio into alpha (policy change) and beta (rounding); measures the shape noise
+    before the first update.
 
     Returns:
       (metrics, {"betas": learner - shadow, "entropies": of the shadow}, f32[N, T] in nats);
-      ({}, {}) where it is not due.
+      ({}, {}) if it is not due.
     """
     c, batch, learner = run.config.probe, minibatch.batch, run.learning.learner
     if not is_due(c.every, step):
@@ -68,7 +68,7 @@ def _split_ratio(
             scores=parts.learner,
         )
         found |= moments("shape_noise", noise)
-    # On all processes; one of them asks servers.
+    # A fetch needs all processes; the first asks the servers.
     ids, until = fetch((batch.tokens, batch.seen_until)) if c.replay else (None, None)
     if ids is not None and run.score is not None:
         replay = replay_batch(run.score, tokens=ids, segments=parts.segments, seen_until=until)

@@ -11,7 +11,7 @@ from jaxrl.core import Rollout, from_json, to_json
 class Progress:
     """The host's state of a run."""
 
-    step: int = 0  # rollout batches trained on; also the version of the policy that is sampled next
+    step: int = 0  # rollout batches trained on, which is also the policy version
     position: int = 0  # prompts taken from the data so far
     # Held-out accuracy before the first step; None if it is not measured.
     initial_accuracy: float | None = None
@@ -39,8 +39,7 @@ class Progress:
         return cls(**fields)
 
     def drop_pending(self) -> None:
-        """Drops the pending rollouts. An asynchronous run counts them as stale and samples their
-        prompts again."""
+        """Drops pending rollouts, which an asynchronous run counts as stale and samples again."""
         groups = {rollout.group for rollout in self.pending}
         self.pending = []
         if self.counts:

@@ -1,9 +1,8 @@
 """Rollbacks of a run: a return to an old checkpoint with a changed config.
 
 `rollbacks.json` in the run directory lists them. `decide` writes a rollback there and `settle`
-carries it out when the run is opened again, so a program killed in between carries it out on its
-next start. config.toml then holds the changed config; a resumed run may give the changed keys with
-their old or their new values.
+carries it out when the run is opened again, also after a kill. config.toml then holds the changed
+config; a resumed run may give the changed keys with their old or their new values.
 """
 
 import inspect
@@ -55,13 +54,13 @@ _FILE = TypeAdapter(list[Rollback])
 
 
 def remedy(action: str, config: Config) -> dict[str, Any]:
-    """Returns the keys that an action of `jaxrl.config.alarms.Action` changes, with new values.
+    """Returns the keys that a `jaxrl.config.alarms.Action` changes, with new values.
 
     Raises:
       ValueError: if the config cannot have these values, or has them already.
     """
     if action == "rollback_precision":
-        assert config.alarms.precision is not None, "the config sees to it"
+        assert config.alarms.precision is not None, "the config requires it"
         if config.alarms.precision == config.precision:
             raise ValueError(f"precision = {config.precision.text!r} is alarms.precision already")
         changes: dict[str, Any] = {"precision": config.alarms.precision.text}
@@ -76,8 +75,7 @@ def remedy(action: str, config: Config) -> dict[str, Any]:
 
 
 def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
-    """Returns the step of the newest checkpoint up to the step `healthy`; 0 if none was due by
-    then; None if it was deleted."""
+    """Returns the step of the last checkpoint up to `healthy`; 0 if none was due, None if lost."""
     steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
     before = [step for step in steps if step <= healthy]
     due = [every for every in (config.checkpoint.every, config.eval.every) if every]
@@ -124,13 +122,12 @@ def read(directory: Path) -> list[Rollback]:
 def settle(directory: Path, config: Config) -> Config:
     """Carries out a decided rollback; returns the config with the changes of all rollbacks.
 
-    Metrics logged after the checkpoint move to `rolled_back_N.jsonl`, samples of these steps to
-    `rolled_back_N_samples.jsonl`. In a directory without checkpoints, files of old rollbacks are
-    removed.
+    Metrics after the checkpoint move to `rolled_back_N.jsonl`, samples to
+    `rolled_back_N_samples.jsonl`. Without checkpoints, files of old rollbacks are removed.
 
     Raises:
-      ResumeError: if the config gives a changed key a value that the run never had, or rollbacks
-        cannot be read or carried out.
+      ResumeError: if a changed key has a value that the run never had, or rollbacks cannot be read
+        or carried out.
     """
     if not (directory / "checkpoints").exists():
         for path in (directory / "rollbacks.json", *directory.glob("rolled_back_*.jsonl")):
@@ -180,8 +177,7 @@ def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
 
 
 def _move_steps(path: Path, rolled_back: Path, *, after: int) -> list[dict[str, Any]]:
-    """Copies the entries of rolled-back steps to the file `rolled_back` unless it exists; returns
-    the others."""
+    """Copies later entries to the file `rolled_back` unless it exists; returns the others."""
     entries = read_metrics(path)
     later = [entry for entry in entries if entry["step"] > after]
     if later and not rolled_back.exists():
@@ -201,11 +197,7 @@ def _check_known(config: Config, found: Sequence[Rollback]) -> None:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the config with new values of some keys.
-
-    Raises:
-      ConfigError: for values that the config cannot have.
-    """
+    """Returns the config with new values of some keys; raises ConfigError for invalid ones."""
     tree = config.model_dump()
     for key, value in changes.items():
         table, _, leaf = key.rpartition(".")

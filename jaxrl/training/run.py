@@ -1,8 +1,4 @@
-"""Opens a run: builds its parts from the config and restores its last checkpoint.
-
-`jaxrl.builders` turns tables of the config into the learner, the sampler, prompts and rewards. Here
-they meet what outlives the program: the run directory, rollbacks, checkpoints and the tracker.
-"""
+"""Opens a run: builds its parts from the config and restores its last checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -37,12 +33,12 @@ from jaxrl.training.run_directory import check_config, compare_config, open_run_
 
 
 class Run(NamedTuple):
-    """The parts of a run, in groups. The learner's state and the progress are apart from them."""
+    """The parts of a run, except the learner's state and the progress."""
 
     config: Config  # of the run, with the changes of its rollbacks
     hosts: Hosts  # the processes of the run
-    source: RolloutSource  # prompts, and what samples and scores rollouts of them
-    models: ModelFiles  # the checkpoints that it began with
+    source: RolloutSource  # samples prompts and scores the rollouts
+    models: ModelFiles  # the checkpoints that it started from
     learning: Learning  # the compiled learner, and its critic if the recipe has one
     publish: Publish  # sends weights to the sampler
     score: Score | None  # the server's log-probs of given tokens; None without a server
@@ -77,7 +73,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     params = sampling_params(config.sampling, models.policy, seed=config.seed)
     reward_model, teaches = None, names_teacher(config, models)
     if teaches:
-        # A teacher is no part of the reward.
+        # A teacher is not part of the reward.
         task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
     elif models.judge is not None:
         reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
@@ -149,7 +145,6 @@ def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
 
 
 def _open_samples(source: RolloutSource, *, step: int) -> Samples:
-    """Opens samples.jsonl of a run that has trained for `step` steps."""
     config, task = source.config, source.task
     return Samples(
         Path(config.run_dir, "samples.jsonl"),
@@ -183,7 +178,7 @@ def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> It
     if teaches:
         yield (
             f"reward.model = {config.reward.model!r} is a language model: it teaches each token "
-            f"with weight {config.reward.model_weight:g}, and is no part of the reward"
+            f"with weight {config.reward.model_weight:g}, and is not part of the reward"
         )
     for name, loaded in (("data.path", task.prompts), ("data.eval_path", task.held_out)):
         if loaded is not None and loaded.too_long:

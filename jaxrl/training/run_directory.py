@@ -1,4 +1,4 @@
-"""The run directory: locked by one program at a time, it holds one run and its config."""
+"""The run directory: it holds one run and its config, and only one program may use it."""
 
 import fcntl
 import os
@@ -43,7 +43,7 @@ _FREE = (
 )
 # These change only the order in which numbers are added.
 _ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
-_TOKEN = "seen_by_all_"  # begins the name of a file that is there for a moment
+_TOKEN = "seen_by_all_"  # prefix of a temporary file
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -59,8 +59,7 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
     Raises:
       ResumeError: if another program trains in it.
-      ValueError: on every process, if they do not share the directory: a checkpoint of which each
-        process sees only its own part would never be complete.
+      ValueError: on every process, if they do not share the directory, which checkpoints need.
     """
     with ExitStack() as stack:
 
@@ -101,10 +100,10 @@ def _open_locked(directory: Path) -> int:
 def _check_shared(directory: Path, hosts: Hosts) -> None:
     if hosts.count == 1:
         return
-    # A fresh name: a file system may cache that a file does not exist.
+    # A fresh name, since a file system may cache that a file does not exist.
     token = directory / hosts.share(f"{_TOKEN}{secrets.token_hex(8)}")
     hosts.on_leader(token.touch)
-    blind = hosts.largest(0 if _appears(token) else hosts.index)  # process 0 has made it
+    blind = hosts.largest(0 if _appears(token) else hosts.index)  # never process 0, which made it
     hosts.on_leader(token.unlink)
     if blind:
         raise ValueError(
@@ -123,10 +122,7 @@ def _appears(path: Path) -> bool:
 
 
 def check_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
-    """Checks a config against that of the run in the directory, and writes it there.
-
-    Returns and raises as `compare_config`.
-    """
+    """Writes a config into the run directory if it fits; returns and raises as `compare_config`."""
     directory.mkdir(parents=True, exist_ok=True)
     note = compare_config(directory, config)
     write_whole(directory / "config.toml", toml_file.dumps(config))
@@ -134,14 +130,14 @@ def check_config(directory: Path, config: Config | SupervisedConfig) -> str | No
 
 
 def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | None:
-    """Checks a config against that of the run in the directory.
+    """Checks a config against the config of the run in the directory.
 
     Returns:
-      A line about keys that changed and change results by rounding only; None without such keys.
+      A line about changed keys that affect results by rounding only; None without such keys.
 
     Raises:
-      ResumeError: if the directory holds a run with another config, whose keys the message names,
-        or checkpoints whose config cannot be read.
+      ResumeError: if the directory holds a run with another config (the message names the keys), or
+        checkpoints whose config cannot be read.
     """
     saved = directory / "checkpoints"
     if not saved.exists() or not any(saved.iterdir()):
@@ -166,7 +162,7 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
 
 def _read_config(path: Path, schema: type[C]) -> C:
     advice = (
-        "It tells which config the checkpoints belong to: put it back, or choose another run_dir"
+        "It is the config that the checkpoints belong to: put it back, or choose another run_dir"
     )
     if not os.path.lexists(path):
         raise ResumeError(f"{path} is missing. {advice}")
@@ -180,8 +176,8 @@ def _read_config(path: Path, schema: type[C]) -> C:
 def open_run_tracker(
     config: Config | SupervisedConfig, *, step: int, hosts: Hosts, layout: Layout, **options: Any
 ) -> AbstractContextManager[Tracker | NullTracker]:
-    """Opens the tracker of a run on process 0 and records its start, after `step` steps; opens a
-    NullTracker on the others. `options` are more of `open_tracker`."""
+    """Records the start of a run after `step` steps and opens its tracker, on process 0; opens a
+    NullTracker on the others. `options` are further ones of `open_tracker`."""
     if not hosts.leads:
         return nullcontext(NullTracker())
     directory = Path(config.run_dir)
@@ -190,8 +186,7 @@ def open_run_tracker(
 
 
 def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
-    """Appends the time, devices and versions of this start, or resumption after `step` steps, to
-    starts.jsonl; raises as `read_metrics`."""
+    """Appends the time, devices and versions of a start after `step` steps to starts.jsonl."""
     path = directory / "starts.jsonl"
     entry = {
         "time": round(time.time(), 3),

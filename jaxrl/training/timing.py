@@ -1,4 +1,4 @@
-"""The steps at which periodic work is due, and the seconds that parts of a step take."""
+"""The steps of periodic work, and the seconds that parts of a step take."""
 
 import time
 from collections.abc import Iterator

@@ -121,7 +121,7 @@ def test_lost_metrics_are_reported(damaging, run_dir, capsys):
     script, directory, _ = damaging
     (run_dir / "metrics.jsonl").write_text("")
     script.resume(directory / "material", run_dir)
-    expected = "metrics.jsonl ends at step 0, the checkpoint is of step 3"
+    expected = "metrics.jsonl ends at step 0, but the checkpoint is at step 3"
     assert expected in capsys.readouterr().err
 
 
@@ -132,5 +132,5 @@ def test_missing_config_refuses_the_resume(damaging, run_dir):
     config = script.toml_file.load(
         script.Config, overrides=[*keys.items(), ("optimizer.learning_rate", "0.5")]
     )
-    with pytest.raises(ResumeError, match=r"config\.toml is missing\. It tells which config"):
+    with pytest.raises(ResumeError, match=r"config\.toml is missing\. It is the config"):
         script.train(config)

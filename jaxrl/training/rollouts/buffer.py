@@ -1,7 +1,6 @@
 """The buffer between sampler and learner: admission of new groups, and order of training.
 
-It knows neither threads nor clocks: `jaxrl.training.rollouts.stream` holds the lock and passes the
-time.
+It has no threads or locks; `jaxrl.training.rollouts.stream` has.
 """
 
 import dataclasses
@@ -20,8 +19,7 @@ class Counts:
     sampled: int = 0  # completed and scored
     trained: int = 0  # handed to the learner
     stale: int = 0  # dropped because their policy was too old
-    # Dropped by dynamic sampling, because all rewards of the group were equal.
-    zero_variance: int = 0
+    zero_variance: int = 0  # dropped by dynamic sampling because their rewards were equal
 
 
 class Buffer:
@@ -30,8 +28,8 @@ class Buffer:
     Admission follows AReaL (arXiv:2505.24298): up to the learner's version v at most
     `(max_staleness + v + 1) * batch` groups are started, not counting dropped ones. The learner
     trains on `batch` groups per version, so each group is trained on at most `max_staleness`
-    versions after the policy that started it. In the order "begun" the count alone ensures it; in
-    the order "finished" older groups are dropped.
+    versions after the policy that started it. With order "begun" the count alone ensures this; with
+    order "finished" older groups are dropped.
     """
 
     def __init__(
@@ -65,8 +63,7 @@ class Buffer:
         return [r for group in self._waiting.values() for r in group]
 
     def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
-        """Restores `waiting` and `running` from a checkpoint; the running groups are sampled again,
-        before new ones."""
+        """Restores `waiting` and `running`; running groups are sampled again before new ones."""
         self._waiting = by_group(rollouts)
         self._again = deque(running)
 
@@ -85,7 +82,7 @@ class Buffer:
         return [*again, *new]
 
     def finish(self, number: int, rollouts: list[Rollout]) -> None:
-        """Stores a group with its rewards; it waits for the learner from now on."""
+        """Stores a group with its rewards until the learner takes it."""
         self._running.remove(number)
         self._waiting[number] = rollouts
         self.counts.sampled += 1
@@ -129,7 +126,7 @@ class Buffer:
 
 
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
-    """Returns, for each rollout, the number of versions that its oldest token is behind `step`; 0
+    """Returns the number of versions that the oldest token of each rollout is behind `step`; 0
     without tokens, as in an episode that could not begin."""
     return [step - int(r.version.min(initial=step)) for r in rollouts]
 

@@ -1,4 +1,4 @@
-"""Batches of rollouts: prompts -> sample -> reward, with dynamic sampling around them."""
+"""Batches of rollouts: prompts -> sample -> reward, repeated by dynamic sampling."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
     numbers = reward_metrics(sampled, weights=source.task.weights)
     groups = dynamic_sampling.count_groups(found)
-    # Where all rewards are equal, the last round is trained on: a KL term still has a gradient.
+    # If all rewards are equal, the last round is trained on: a KL term still has a gradient.
     batch, progress.pending = dynamic_sampling.split_groups(
         found or rollouts, groups=config.train_batch
     )
@@ -86,7 +86,7 @@ def step_metrics(rollouts: RolloutBatch, numbers: Numbers) -> Numbers:
         "tokens_per_second": tokens / numbers["time/step"],
         "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
         "tokens_per_second/learn": tokens / numbers["time/learn"],
-        # Without a reference model: the divergence from the policy that was sampled.
+        # Without a reference model: the divergence from the sampled policy.
         "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),
     }
     return completion_metrics(rollouts.sampled) | numbers | derived
@@ -103,8 +103,7 @@ def prompts_at(source: RolloutSource, numbers: Iterable[int]) -> dict[int, Examp
 
 
 def request_params(source: RolloutSource, *, step: int, request: int) -> SamplingParams:
-    """Returns the sampling parameters of a request of a step. Each request has its own seed, the
-    same when the step is repeated."""
+    """Returns the sampling parameters of a request, with a seed for each (step, request)."""
     entropy = np.random.SeedSequence((source.config.seed, step, request))
     return dataclasses.replace(source.params, seed=int(entropy.generate_state(1)[0]))
 
@@ -125,7 +124,7 @@ def _sample_and_score(
     ready, scored = SimpleQueue[list[Generated]](), list[Rollout]()
 
     def score_ready() -> None:
-        # All that are there at once: asynchronous rewards are then computed together.
+        # All that are ready at once, so that asynchronous rewards are computed together.
         found = [one for _ in range(ready.qsize()) for one in ready.get()]
         if found:
             rollouts = [rollout for _, rollout in found]
@@ -150,7 +149,7 @@ def _sample_and_score(
     if failures:
         source.note(failures[0])
     order = {number: i for i, number in enumerate(examples)}
-    # They finish in any order; training must not depend on it.
+    # Training must not depend on the order in which they finished.
     return sorted(scored, key=lambda rollout: order[rollout.group])
 
 
@@ -159,8 +158,7 @@ def _ordered(group: list[Generated]) -> list[Generated]:
 
 
 def greedy_rewards(source: RolloutSource, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Computes the whole reward of the greedy completion of each rollout's prompt, f64[N]; NaN
-    where a reward failed."""
+    """Computes the total reward of each prompt's greedy completion, f64[N]; NaN where it failed."""
     examples = prompts_at(source, sorted({r.group for r in rollouts}))
     generated = generate(source, examples, params=source.greedy, group_size=1)
     completed = [rollout for _, rollout in generated]

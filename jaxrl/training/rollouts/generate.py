@@ -48,8 +48,8 @@ def generate(
     params: SamplingParams,
     group_size: int,
 ) -> Iterator[Generated]:
-    """Samples `group_size` rollouts for each example, in the order in which they finish. Examples
-    have the number of their group."""
+    """Samples `group_size` rollouts for each example, in the order in which they finish. The keys
+    of `examples` are the numbers of their groups."""
     mask_truncated = source.config.train.mask_truncated
     if source.episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]

@@ -1,6 +1,6 @@
 """Outcomes of rollouts: rewards with length and KL penalties, the input of advantages.
 
-The metric "reward" is that of the task; the penalties are added here and are metrics of their own.
+The metric "reward" is the task's alone; the penalties have their own metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ def shaped_outcomes(
 ) -> tuple[Outcomes, Numbers]:
     """Adds the penalties of a config to the rewards, whose parts have `weights`.
 
-    `logprobs` returns those of the learner and of the reference; it is called only for a KL
+    `logprobs` returns the log-probs of the learner and of the reference; it is called only for a KL
     penalty. `greedy` returns f64[N], the reward of the greedy completion of each prompt.
 
     Returns:
@@ -92,8 +92,8 @@ def add_teacher(
 def kl_penalties(
     *, learner: LogProbs, reference: LogProbs, masks: Sequence[np.ndarray], coefficient: float
 ) -> list[np.ndarray]:
-    """Computes, for each rollout, f64[C]: coefficient x the estimated divergence of the learner
-    from the reference at each token that the policy chose, 0 at the others."""
+    """Computes f64[C] for each rollout: coefficient x the estimated divergence of the learner from
+    the reference at each token that the policy chose, 0 at the others."""
     if not masks:
         return []
     here, there, chosen = (np.concatenate(arrays) for arrays in (learner, reference, masks))

@@ -21,8 +21,8 @@ from jaxrl.training.timing import Numbers
 
 
 def scores_by_group(source: RolloutSource) -> bool:
-    """Tells if scoring a group by itself gives the same rewards: not where a function is asked for
-    all completions at once, nor with a reward model, which runs on the devices."""
+    """Tells if groups can be scored while others are sampled: not if a reward function takes all
+    completions at once, nor with a reward model, which needs the devices."""
     functions = (reward.function for reward in source.task.rewards)
     return source.reward_model is None and not any(map(is_batched, functions))
 
@@ -32,8 +32,8 @@ def score_rollouts(
 ) -> list[Rollout]:
     """Returns the rollouts with their rewards.
 
-    A rollout whose reward failed is masked, so that nothing is learned from it. Reward functions
-    read the last turn; they are not called for an episode whose environment failed.
+    A rollout whose reward failed is masked and not trained on. Reward functions read the last turn;
+    they are not called for an episode whose environment failed.
     """
     task, weights = source.task, source.task.weights
     known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
@@ -74,7 +74,7 @@ def with_teacher(source: RolloutSource, rollouts: Sequence[Rollout]) -> list[Rol
 
 
 def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float]) -> Numbers:
-    """Computes means over the known rewards, also of their parts, and counts of the rest.
+    """Computes the means of the known rewards and of their parts, and counts failures.
 
     Raises:
       RuntimeError: if every reward failed.

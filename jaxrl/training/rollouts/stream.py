@@ -1,8 +1,8 @@
 """Asynchronous rollouts: sampled while the learner trains.
 
-Threads take prompts as `jaxrl.training.rollouts.buffer` admits them and sample them. Others score
-each group as soon as it is complete and put it into the buffer. `Stream.collect` takes a batch of
-groups from there, and waits only if there are too few.
+Threads sample prompts as `jaxrl.training.rollouts.buffer` admits them. Others score each group as
+soon as it is complete and put it into the buffer. `Stream.collect` takes a batch of groups from
+there, and waits only if there are too few.
 """
 
 import dataclasses
@@ -28,8 +28,7 @@ from jaxrl.training.rollouts.score import reward_metrics, score_rollouts, with_t
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
-PATIENCE = 60.0  # seconds of waiting before the log says so; then twice as many
-
+PATIENCE = 60.0  # seconds of waiting before the first note; doubles with each
 
 Collect = Callable[..., RolloutBatch | None]
 """(seconds=...) -> the next batch of rollouts to train on; None if a signal ended the wait. It
@@ -40,8 +39,8 @@ adds the time of each part to `seconds`."""
 def open_collector(
     source: RolloutSource, *, progress: Progress, interrupt: Interrupt, hosts: Hosts
 ) -> Iterator[Collect]:
-    """Opens the rollouts of a run: synchronous, or sampled while the learner trains. Process 0
-    collects them for all processes."""
+    """Yields the function that collects rollouts, synchronously or while the learner trains.
+    Process 0 collects them for all processes."""
     with ExitStack() as stack:
         take: Collect = functools.partial(collect, source, progress=progress)
         if source.config.rollouts.max_staleness and hosts.leads:
@@ -56,7 +55,7 @@ def open_collector(
 
 
 class Stream:
-    """The rollouts of a run whose sampler does not wait for the learner."""
+    """The rollouts of a run that samples while it trains."""
 
     def __init__(self, source: RolloutSource, progress: Progress, *, interrupt: Interrupt) -> None:
         """Resumes from `progress`; sampling starts when the context is entered."""
@@ -77,7 +76,7 @@ class Stream:
         self._closed = False
         self._error: BaseException | None = None
         self._sampling, self._rewarding = _Clock(), _Clock()
-        # A server takes many requests at once; the embedded sampler one, with many prompts.
+        # A server takes many requests at once; the embedded sampler takes one with many prompts.
         workers = c.sampler.max_requests * max(1, len(c.sampler.url))
         served = c.sampler.name == "vllm"
         self._chunk = 1 if served else c.train.train_batch
@@ -108,8 +107,8 @@ class Stream:
             thread.join(max(0.0, until - time.monotonic()))
 
     def collect(self, *, seconds: Numbers) -> RolloutBatch | None:
-        """Takes a batch to train on at version `progress.step`, and updates `progress` so that a
-        checkpoint after it can resume; returns None if a signal comes first.
+        """Takes a batch to train on at version `progress.step`, and updates `progress` for the next
+        checkpoint; returns None if a signal comes first.
 
         Raises:
           Exception: the error that ended the sampling.
@@ -148,7 +147,6 @@ class Stream:
         return None
 
     def _waiting_for(self, seconds: float) -> str:
-        """Describes a wait, which would otherwise look as if the run had stopped."""
         counts, waiting = self._buffer.counts, dynamic_sampling.count_groups(self._buffer.waiting)
         return (
             f"step {self._step + 1} has waited {seconds:.0f} s for {self._batch} groups: {waiting} "
@@ -168,7 +166,6 @@ class Stream:
         }
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Works in a thread until the stream is closed or a call fails."""
         try:
             work()
         except BaseException as error:  # raised again in `collect`
@@ -210,7 +207,7 @@ class Stream:
                     self._sampling.stop()
                     self._rewarding.start()
                 self._complete.put((groups.pop(number), examples[number]))
-        if groups:  # the learner would wait for them for ever
+        if groups:  # the learner would wait for them forever
             raise RuntimeError(f"the sampler ended without all completions of prompts {[*groups]}")
 
     def _score(self, group: list[Generated], example: Example) -> None:

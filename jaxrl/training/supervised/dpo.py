@@ -1,7 +1,7 @@
 """Direct preference optimization: a policy from pairs of completions, without a reward model.
 
-The learner is that of reinforcement learning. The reference is the initial model, with the
-initial adapters if there are any; its log-probs are computed once for each batch.
+The reference is the initial model, with its initial adapters if any; its log-probs are computed
+once for each batch.
 """
 
 import dataclasses
@@ -16,18 +16,12 @@ from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, from_config, objective, preference
 from jaxrl.losses.preference import PairLoss
 from jaxrl.models import Params, lora
-from jaxrl.training.supervised.fit import Result, check_resumable
+from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
-def train_dpo(config: DPOConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal, and saves the model.
-
-    Raises:
-      ResumeError, CheckpointError: as `supervised.fit`.
-      ValueError: for a loss, data, a model or a run directory that cannot be used; the message
-        names it.
-    """
+def train_dpo(config: DPOConfig) -> FitResult:
+    """Trains a policy on pairs; raises as `fit`, and ValueError for a bad loss, data or model."""
     check_resumable(config)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     checkpoint = Checkpoint(config.model.path)
@@ -68,8 +62,7 @@ def load_loss(config: PairLossConfig) -> PairLoss:
     """Builds the loss that `loss.name` and its parameters describe.
 
     Raises:
-      ValueError: for a name that cannot be loaded, or a parameter that the loss does not take or
-        refuses; the message names the key.
+      ValueError: for a name that cannot be loaded, or a wrong parameter; the message names the key.
     """
     make = load_function(config.name, builtin=preference, key="loss.name")
     check_parameters(make, config.parameters, key="loss")

@@ -1,7 +1,7 @@
 """The loop of supervised runs: fine-tuning, a reward model, DPO.
 
 A `Task` holds the differences between them: the batches, the step, and the held-out measurements.
-All processes of a run call the same functions; process 0 alone reads the data.
+All processes of a run call the same functions, but only process 0 reads the data.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.run_directory import check_config, compare_config, lock, open_run_tracker
 from jaxrl.training.timing import Numbers, is_due
 
-_LOG_EVERY = 10  # steps between two readings of the loss, each of which waits for the device
+_LOG_EVERY = 10  # steps; each reading of the loss waits for the device
 
 Update = Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
@@ -48,47 +48,42 @@ class Task:
     title: str  # of the live display
     setup: Setup  # the model, and the optimizer of its learner
     learner: Learner | Ranker  # not compiled
-    # The data, of which each optimizer step takes a batch; empty on processes other than 0.
-    rows: Sequence[Any]
+    rows: Sequence[Any]  # the data; empty on processes other than 0
     pack: Callable[[Sequence[Any]], Minibatch]  # a batch of rows -> the minibatch
     # (params, minibatch) -> the minibatch with scores that the step needs.
     prepare: Callable[[Params, Minibatch], Minibatch] = lambda params, minibatch: minibatch
     # params -> numbers on held-out data; "accuracy" among them selects the best checkpoint.
     measure: Callable[[Params], Numbers] = lambda params: {}
-    # Steps between two measurements; 0 measures only before the first step and after the last.
-    eval_every: int = 0
+    eval_every: int = 0  # steps between two measurements, as `eval.every`
     notes: Sequence[str] = ()  # lines shown at the start
 
 
 @dataclasses.dataclass
-class Result:
+class FitResult:
     """The outcome of a supervised run."""
 
     step: int = 0  # optimizer steps taken
     # Held-out measurements before the first step.
     first: Numbers = dataclasses.field(default_factory=dict)
-    # The metrics of the last logged step, and the last held-out measurements.
+    # Metrics of the last logged step, and the last held-out measurements.
     last: Numbers = dataclasses.field(default_factory=dict)
     signum: int | None = None  # the signal that ended it early, or None
     model: Path | None = None  # directory of the trained model; None if the run ended early
 
 
 def check_resumable(config: SupervisedConfig) -> None:
-    """Raises ResumeError, on every process, if the run directory holds a run with another config:
-    before anything is loaded."""
+    """Raises ResumeError on every process if the run directory holds a run with another config."""
     Hosts().on_leader(lambda: compare_config(Path(config.run_dir), config))
 
 
-def fit(config: SupervisedConfig, task: Task) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal, and saves the model: with adapters
-    merged, and the adapters by themselves.
+def fit(config: SupervisedConfig, task: Task) -> FitResult:
+    """Trains for `config.train.steps` steps, or until a signal; writes the model after the last.
 
     A run that was stopped or killed resumes from its last checkpoint when it is called again with
     the same config, and computes the same parameters bit for bit.
 
     Raises:
-      ResumeError: if the run directory holds a run with another config, or another program trains
-        in it.
+      ResumeError: if the run directory holds another config, or another program trains in it.
       CheckpointError: if a checkpoint cannot be written or read.
       ValueError: if the kernel of `train.attention` cannot be used; the message gives the reason.
     """
@@ -118,11 +113,11 @@ def fit(config: SupervisedConfig, task: Task) -> Result:
 
 def _train(
     config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str | None]
-) -> tuple[Result, Params]:
-    (state, update), result, hosts = compile_step(config, task), Result(), task.setup.hosts
+) -> tuple[FitResult, Params]:
+    (state, update), result, hosts = compile_step(config, task), FitResult(), task.setup.hosts
     if (step := checkpoints.latest_step()) is not None:
         found = checkpoints.restore(step, checkpoint_view(state))
-        state, result = from_checkpoint(found.state, like=state), Result(step, **found.host)
+        state, result = from_checkpoint(found.state, like=state), FitResult(step, **found.host)
     opened = open_run_tracker(
         config, step=result.step, hosts=hosts, layout=task.setup.layout, title=task.title
     )
@@ -157,8 +152,7 @@ def _train(
 
 
 def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
-    """Returns the minibatch of an optimizer step. It depends on the step and the data alone, so
-    that a run can resume."""
+    """Returns the minibatch of an optimizer step, a function of the step and the data alone."""
 
     def choose() -> list[Any]:
         count = config.train.batch_size
@@ -181,7 +175,7 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
 class _Log:
     """Writes the metrics of a run and measures its throughput."""
 
-    def __init__(self, task: Task, tracker: Tracker | NullTracker, *, result: Result) -> None:
+    def __init__(self, task: Task, tracker: Tracker | NullTracker, *, result: FitResult) -> None:
         self._task, self._tracker, self._result = task, tracker, result
         self._since, self._tokens = time.perf_counter(), 0
 
@@ -190,7 +184,7 @@ class _Log:
         self._tokens += int(np.count_nonzero(fetch(minibatch.batch.segments)))
 
     def training(self, state: LearnerState, metrics: Metrics) -> None:
-        """Logs the metrics of a step, which it waits for, with the throughput since the last."""
+        """Waits for the metrics of a step and logs them, with the throughput since the last."""
         last, now = self._result.last | to_floats(metrics), time.perf_counter()
         rate = self._task.setup.optimizer.learning_rate(max(applied_steps(state) - 1, 0))
         last["tokens_per_second"] = self._tokens / (now - self._since)
@@ -211,7 +205,7 @@ class _Log:
 
 
 def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:
-    """Returns a line about texts or pairs that did not fit into a row; empty if all did."""
+    """Returns a line about rows of data that were too long; empty if all fit."""
     return [
         f"{key}: dropped {count} rows with more than train.row_length = {config.train.row_length} "
         "tokens"

@@ -12,19 +12,18 @@ from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig,
 from jaxrl.core import Hosts, Metrics, Minibatch, MinibatchShape, merge, pack_minibatch, to_floats
 from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs, read_rows
 from jaxrl.models import Params
-from jaxrl.training.supervised.fit import Result, Task, fit, too_long_note
+from jaxrl.training.supervised.fit import FitResult, Task, fit, too_long_note
 
 
 class PairData(NamedTuple):
-    """The pairs of `data.path` and of `data.eval_path`, none without the latter."""
+    """The pairs of `data.path` and of `data.eval_path`; `held_out` is empty without the latter."""
 
     training: Pairs
     held_out: Pairs
 
 
 def load_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> PairData:
-    """Reads and tokenizes training and held-out pairs, on process 0 alone; raises as
-    `read_pairs`."""
+    """Reads and tokenizes training and held-out pairs on process 0; raises as `read_pairs`."""
     if not Hosts().leads:
         return PairData(Pairs([], 0), Pairs([], 0))
     rows = read_rows(config.path)
@@ -49,8 +48,7 @@ def tokenize(
 
 
 def pack_pairs(pairs: Sequence[Pair], *, shape: MinibatchShape) -> Minibatch:
-    """Packs pairs, each within one row, the chosen completion first. The advantages of the chosen
-    completion add up to the margin."""
+    """Packs each pair into a row, the chosen completion first; its advantages sum to the margin."""
     advantages: list[np.ndarray | float] = []
     for pair in pairs:
         margin = np.zeros(len(pair.chosen.completion), np.float32)
@@ -67,9 +65,8 @@ def fit_pairs(
     setup: Setup,
     measure: Callable[[Params, Minibatch], Metrics],
     **task: Any,
-) -> Result:
-    """Trains on pairs and measures batches of the held-out ones; `task` has the other attributes
-    of `Task`. Raises as `fit`."""
+) -> FitResult:
+    """Trains on pairs as `fit`; `task` has the attributes of `Task` that are not made here."""
     size, hosts, held_out = config.train.batch_size, setup.hosts, data.held_out.pairs
     pack = functools.partial(
         pack_pairs, shape=supervised_shape(config, layout=setup.layout, together=2)

@@ -7,18 +7,14 @@ from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import Params
-from jaxrl.training.supervised.fit import Result, check_resumable
+from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
-def train_reward_model(config: RewardModelConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal, and saves the reward model.
+def train_reward_model(config: RewardModelConfig) -> FitResult:
+    """Trains a reward model on pairs; raises as `fit`, and ValueError for bad data or model.
 
-    The initial model is a language model, which scores every text 0, or a reward model.
-
-    Raises:
-      ResumeError, CheckpointError: as `supervised.fit`.
-      ValueError: for data, a model or a run directory that cannot be used; the message names it.
+    It starts from a reward model, or from a language model, which scores every text 0.
     """
     check_resumable(config)
     checkpoint = Checkpoint(config.model.path)

@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: token cross-entropy over completion tokens, packed.
-
-The learner is that of reinforcement learning; the objective is -logprob, without advantages.
-"""
+"""Supervised fine-tuning: token cross-entropy over completion tokens, packed."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,24 +21,18 @@ from jaxrl.data import (
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import cross_entropy, objective, token_mean
-from jaxrl.training.supervised.fit import Result, Task, check_resumable, fit, too_long_note
+from jaxrl.training.supervised.fit import FitResult, Task, check_resumable, fit, too_long_note
 
 
 class Texts(NamedTuple):
     """Tokenised texts."""
 
-    # The texts to learn; `completion` ends with the end-of-sequence token.
-    sequences: Sequence[Rollout]
+    sequences: Sequence[Rollout]  # `completion` ends with the end-of-sequence token
     too_long: int  # number of texts that were dropped
 
 
-def finetune(config: SFTConfig) -> Result:
-    """Trains for `config.train.steps` steps, or until a signal, and saves the model.
-
-    Raises:
-      ResumeError, CheckpointError: as `supervised.fit`.
-      ValueError: for data, a model or a run directory that cannot be used; the message names it.
-    """
+def finetune(config: SFTConfig) -> FitResult:
+    """Trains a model on texts; raises as `fit`, and ValueError for bad data or model."""
     check_resumable(config)
     checkpoint = Checkpoint(config.model.path)
     texts = Texts([], 0)
@@ -71,9 +62,7 @@ def finetune(config: SFTConfig) -> Result:
 
 
 def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> Texts:
-    """Reads and tokenizes the texts to learn.
-
-    Prompt and completion are tokenized separately, as in sampling, where the prompt is given.
+    """Reads texts; tokenizes prompt and completion separately, as in sampling.
 
     Raises:
       ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
@@ -81,7 +70,6 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     """
     end = end_token(tokenizer)
     render = make_renderer(tokenizer, rendering(config))
-
     longest = most_characters(tokenizer, max_tokens)
 
     def read(row: Row) -> list[tuple[str, str]]:
@@ -121,13 +109,8 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
 def _turns(
     prompt: RawPrompt | None, given: RawPrompt, *, where: str
 ) -> Iterator[tuple[RawPrompt, str]]:
-    """Yields the texts to learn of a row, each with what stands before it.
-
-    Args:
-      prompt: of the row; None if `given` is a whole conversation.
-      given: the completion, a message of the assistant with it, or the conversation.
-      where: the row and the column, for errors.
-    """
+    """Yields the (prompt, completion) pairs of a row. `given` is the completion, a message of the
+    assistant with it, or without a `prompt` a whole conversation."""
     if isinstance(given, str):
         if prompt is None:
             raise ValueError(f"{where} is a text; with data.prompt_key = 'none' write messages")
