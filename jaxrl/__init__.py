@@ -1,9 +1,9 @@
 """Reinforcement learning for language models in JAX.
 
 The names of this package and of its rooms (`jaxrl.losses`, `jaxrl.learner`, ...) are public; the
-`__init__.pyi` of each lists them. They need no config and no run directory. They are imported when
-they are first used, so that `import jaxrl` is instant and a vLLM server, which loads the bridge's
-plugin from this package, never imports jax.
+`__init__.pyi` of each lists them. They need no config and no run directory. They are imported on
+first use, so `import jaxrl` is instant, and a vLLM server, which loads the bridge's plugin from
+here, never imports jax.
 """
 
 from importlib import metadata

@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except SystemExit as end:
-        # argparse ends the program so; a function of the user's must not end it without a word.
+        # argparse exits this way; a user's function must not exit without a message.
         *_, last = traceback.extract_tb(end.__traceback__)
         if last.filename == argparse.__file__:
             raise
         place = f"{last.filename}:{last.lineno}"
-        print(f"jaxrl {name}: {place} ended the program by exit({end.code!r})", file=sys.stderr)
+        print(f"jaxrl {name}: {place} called exit({end.code!r})", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get("JAXRL_TRACEBACK"):
@@ -84,7 +84,7 @@ def _flush() -> None:
 
 
 def _drop_output() -> None:
-    """Leads what is still to be printed nowhere: Python would fail over it once more at the end."""
+    """Discards the rest of the output, which Python would fail to print again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

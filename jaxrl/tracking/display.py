@@ -27,7 +27,7 @@ DISPLAYED = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 
-RECENT_STEPS = 20  # that the estimate is made from
+RECENT_STEPS = 20  # used by the estimate
 _COMPILING = "compiling"  # until the first step of this process is done
 
 
@@ -71,7 +71,7 @@ class ProgressDisplay:
         """Displays the metrics after `step` steps."""
         self._metrics.update(metrics)
         now = time.monotonic()
-        # Steps of this process, once each: the first compiles, an evaluation logs a step again.
+        # Each step of this process once, without the first, which compiles.
         if step > (self._times[-1][0] if self._times else self._start):
             self._times = [*self._times[-RECENT_STEPS:], (step, now)]
         seconds = seconds_left(self._times, total=self._total)

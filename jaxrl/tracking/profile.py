@@ -7,13 +7,13 @@ import jax
 
 
 def explain_no_trace(steps: tuple[int, int] | None, *, done: int, total: int) -> str | None:
-    """Explains why none of the steps (first and last, from 1) will be traced in a run that has
-    `done` some of its `total` steps; None if some will, or none were requested."""
+    """Explains why a run will trace none of the requested steps (first and last, from 1), after
+    `done` of its `total` steps; None if it will, or none were requested."""
     if steps is None or max(steps[0], done + 1) <= min(steps[1], total):
         return None
     return (
         f"train.profile_steps = {list(steps)}: nothing to trace, the run has done {done} of "
-        f"{total} steps; name later steps, or another run_dir"
+        f"{total} steps; choose later steps or another run_dir"
     )
 
 

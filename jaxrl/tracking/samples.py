@@ -1,4 +1,4 @@
-"""Logged samples: completions of a few prompts, with numbers for each token, to be read."""
+"""Logged samples: completions of a few prompts with numbers for each token, for people to read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,9 @@ from jaxrl.data import Tokenizer
 from jaxrl.tracking.tracker import read_metrics, write_lines
 
 _DIGITS = 5
-_PROMPTS = 2  # of a step
-_COMPLETIONS = 4  # of a prompt: as many as a reader compares at a glance
-_MOST_TOKENS = 512  # of a completion: the page of `jaxrl report` holds hundreds of them
+_PROMPTS = 2  # per step
+_COMPLETIONS = 4  # per prompt: a reader compares them at a glance
+_MOST_TOKENS = 512  # per completion: the page of `jaxrl report` holds hundreds of completions
 _UNKNOWN = "\ufffd"  # replaces bytes that are not a character
 _MOST_HELD = 16  # tokens that may wait for the end of a character; valid text needs few
 
@@ -32,9 +32,8 @@ class Samples:
         parts: Sequence[str],
         start_step: int,
     ) -> None:
-        """Opens the file of a run that has trained for `start_step` steps. `answer` takes the
-        number of a prompt and returns its reference answer, None without one; `parts` names the
-        parts of the reward."""
+        """Opens the file of a run that has trained for `start_step` steps. `answer` maps the number
+        of a prompt to its reference answer or None; `parts` names the parts of the reward."""
         self._path, self._tokenizer, self._answer, self._parts = path, tokenizer, answer, parts
         write_lines(path, [e for e in read_metrics(path) if e["step"] <= start_step])
 
@@ -46,11 +45,8 @@ class Samples:
         advantages: Advantages,
         probed: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
-        """Logs completions of some of a step's prompts, both evenly spread over the rewards.
-
-        `probed` has further numbers of the tokens of each rollout, f32[C], that are written under
-        its keys.
-        """
+        """Logs a few completions of a few prompts, evenly spread over the rewards. `probed` has
+        further numbers of the tokens: {key: f32[C] for each rollout}."""
         lines = []
         for i in _chosen(rollouts):
             rollout, size = rollouts[i], _MOST_TOKENS
@@ -79,7 +75,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
     A token decoded alone may have another text: tokenizers like Llama 2's drop a leading space, and
     a character may span several tokens. So each token is decoded after a few earlier ones, in
-    linear time. A character's last token gets all of it; the others get "".
+    linear time. The last token of a character gets its text; its other tokens get "".
     """
     texts = [""] * len(ids)
     start = known = 0  # ids[start:known] are context, their texts are known

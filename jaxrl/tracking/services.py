@@ -16,7 +16,7 @@ from jaxrl.core import read_whole, write_whole
 Ending = Literal["finished", "stopped", "failed"]  # "stopped": by a signal or an alarm
 Note = Callable[[str], None]
 
-_PAUSE = 10  # times the duration of a failure
+_PAUSE = 10  # times as long as the failed call took
 _MOST_PARAMS = 100  # per request to MLflow; a config has more keys
 
 
@@ -113,7 +113,7 @@ class Service:
             self._attempt(self._writer.write, step, metrics)
 
     def close(self, ending: Ending) -> None:
-        """Sends how the run ended."""
+        """Sends the outcome of the run."""
         if self._writer is not None:
             self._attempt(self._writer.close, ending)
 

@@ -88,8 +88,7 @@ def open_tracker(
       start_step: steps that the run has done; later entries are dropped.
       total_steps: of the whole run.
       title: of the live display.
-      services: opens the services that receive metrics too; they learn at the end if the run
-        finished, stopped or failed.
+      services: opens the services that receive metrics and the ending of the run.
     """
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ def open_tracker(
         if logged > start_step:
             progress.note(
                 f"starting after step {start_step}: the metrics of steps {start_step + 1} to "
-                f"{logged} are dropped, and the steps computed again"
+                f"{logged} are dropped, and these steps run again"
             )
         opened = services(progress.note)
         ending: Ending = "failed"
@@ -122,7 +121,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, start_step: int):
-        # A run that starts at step 0 evaluates it again, so only events are kept.
+        # A run that starts at step 0 evaluates again, so only events are kept.
         kept = (e for e in read_metrics(path) if e["step"] <= start_step)
         write_lines(path, [e for e in kept if start_step or "event" in e])
         self._file = path.open("a", encoding="utf-8")
@@ -153,15 +152,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Drops an incomplete last line of a killed run.
 
     Raises:
-      ValueError: for any other line that is not an entry, or what is not a file; the message names
-        file and line.
+      ValueError: for any other bad line, which the message names, or a path that is not a file.
     """
     return _read(path)[0]
 
 
 def incomplete_logs(directory: Path) -> list[str]:
-    """Returns a line for each log of a run whose last line is incomplete; raises as
-    `read_metrics`."""
+    """Returns a line for each log whose last line is incomplete; raises as `read_metrics`."""
     paths = [directory / name for name in ("metrics.jsonl", "samples.jsonl", "starts.jsonl")]
     return [f"{p}: its last line was incomplete and is dropped" for p in paths if _read(p)[1]]
 
@@ -172,8 +169,8 @@ def gap(history: History, *, step: int, every: int = 1) -> str | None:
     if history.step > step - every:
         return None
     return (
-        f"metrics.jsonl ends at step {history.step}, the checkpoint is of step {step}: reports and "
-        "alarms miss the steps between; training is not affected"
+        f"metrics.jsonl ends at step {history.step}, but the checkpoint is at step {step}: reports "
+        "and alarms miss the steps between; training is not affected"
     )
 
 
@@ -195,8 +192,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def parse_entry(line: bytes) -> dict[str, Any]:
-    """Reads a line of a log; raises ValueError if it is not an entry, or an event without what its
-    readers look at."""
+    """Reads a line of a log; raises ValueError for anything but an entry or a complete event."""
     entry = json.loads(line.decode())
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("expected an object with a step")

@@ -184,7 +184,7 @@ def test_exit_in_a_command_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.commands.config.main", lambda _: sys.exit(0))
     assert main(["config"]) == 1
     assert "test_cli.py:" in (error := capsys.readouterr().err)
-    assert "ended the program by exit(0)" in error
+    assert "called exit(0)" in error
 
 
 def write_after_the_loop_has_closed():
