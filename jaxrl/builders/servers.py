@@ -75,7 +75,7 @@ def starting_server(
       note: shows a line to the user.
       completions: requested at the same time; the KV cache on a CPU is sized for them.
       memory: bytes on a CPU that the server may take; None for all that is free.
-      further: more fields of `ServerOptions`; the default `api_key` is that of `server_key`.
+      further: more fields of `ServerOptions`; `api_key` is by default the `server_key`.
 
     Raises:
       ValueError: for a host that others can reach without a key, a key that cannot be read or

@@ -38,7 +38,7 @@ from jaxrl.models import Model, Params, lora
 from jaxrl.sampling import VllmSampler
 
 Publish = Callable[..., dict[str, float]]
-"""(params, version=...) -> metrics, such as seconds, once new requests use `params`."""
+"""(params, version=...) -> metrics, such as seconds, once all sampling uses `params`."""
 
 
 class Adapters(NamedTuple):

@@ -9,7 +9,7 @@ from jaxrl.config.section import Section
 
 
 class CriticConfig(Section):
-    """The critic of recipes that use one (`ppo`); mini-batches and optimizer are the policy's."""
+    """The critic of recipes that use one (`ppo`); mini-batches and [optimizer] are the policy's."""
 
     trunk: Literal["own", "shared"] = "own"
     """`own`: a separate network. `shared`: a value head on the policy's network, which the critic's

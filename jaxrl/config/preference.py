@@ -19,8 +19,8 @@ class PairDataConfig(HeldOutConfig):
     completions' columns hold whole conversations that end with the completion."""
 
     chosen_key: str = "chosen"
-    """Column with the better completion: a text, or messages that end with it, after those of the
-    prompt if any."""
+    """Column with the better completion: a text, or messages that end with it. Messages before it
+    must be the prompt's."""
 
     rejected_key: str = "rejected"
     """Column with the worse completion, in the same forms."""

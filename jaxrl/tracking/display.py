@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-# Label, metric and format of what is displayed, in this order, if the metric exists.
+# Label, name and format of the displayed metrics, in this order; unknown ones are left out.
 DISPLAYED = (
     ("reward", "reward", "{:.3f}"),
     ("held-out accuracy", "eval/accuracy", "{:.1%}"),
@@ -71,7 +71,7 @@ class ProgressDisplay:
         """Displays the metrics after `step` steps."""
         self._metrics.update(metrics)
         now = time.monotonic()
-        # Each step of this process once, without the first, which compiles.
+        # Each step once: an evaluation logs it again. The first, which compiles, starts the clock.
         if step > (self._times[-1][0] if self._times else self._start):
             self._times = [*self._times[-RECENT_STEPS:], (step, now)]
         seconds = seconds_left(self._times, total=self._total)

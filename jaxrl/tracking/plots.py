@@ -19,7 +19,7 @@ _INK, _QUIET, _LINE = "#1f6fd1", "#62676d", "#e3e5e8"  # as on the page of `jaxr
 def draw_run(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws reward, accuracy, KL, gradient norm and completion length over the steps.
 
-    The entries are those of `tracking.read_metrics`; a metric never logged has no panel.
+    The entries come from `read_metrics`; a metric that was never logged has no panel.
     """
     import matplotlib.figure  # half a second to import, and drawn at the end of a run
 

@@ -21,7 +21,7 @@ _MOST_HELD = 16  # tokens that may wait for the end of a character; valid text n
 
 
 class Samples:
-    """Appends to samples.jsonl; drops what a killed run wrote after its checkpoint."""
+    """Appends to samples.jsonl; drops entries that a killed run wrote after its checkpoint."""
 
     def __init__(
         self,

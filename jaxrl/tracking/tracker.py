@@ -4,7 +4,7 @@
         tracker.log(1, {"reward": 0.4, "grad_norm": 0.2})
 
 `metrics.jsonl` is the record that reports and alarms read. On resume, JSON lines and TensorBoard
-drop what a killed run logged after its checkpoint.
+drop entries that a killed run logged after its checkpoint.
 """
 
 import json

@@ -75,7 +75,7 @@ class AlarmActions:
         """Chooses a checkpoint to return to and a change of the config.
 
         Raises:
-          ValueError: if there is no checkpoint to go back to, or no change that can be made.
+          ValueError: if no checkpoint is left, or no change is possible.
         """
         config, checkpoints = self._config, self._run.checkpoints
         before = len(rollbacks.read(self._directory))

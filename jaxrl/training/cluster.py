@@ -20,7 +20,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
     """Joins the other processes of the run for the block; a no-op without a coordinator.
 
     A process that fails or is interrupted prints its number and exits without the shutdown barrier,
-    where it might wait forever. The others exit when they notice: at once in a collective,
+    at which the others might wait forever. They exit when they notice: at once in a collective,
     otherwise after HEARTBEAT seconds.
 
     Raises:

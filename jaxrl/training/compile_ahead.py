@@ -78,7 +78,7 @@ def _compile_probe(config: Config, learning: Learning, state: State, *, step: in
 
 
 def _described(config: Config, learning: Learning) -> Callable[..., Minibatch]:
-    """Returns `abstract_minibatch` for packed minibatches of a run; its arguments override them."""
+    """Returns `abstract_minibatch` with the arguments of a run, which keywords override."""
     return functools.partial(
         abstract_minibatch,
         shape=learning.shape,

@@ -107,7 +107,7 @@ def prepare_minibatch(
 
 
 def with_coefficients(minibatch: Minibatch, coefficients: Mapping[str, float]) -> Minibatch:
-    """Adds the coefficients of terms that controllers steer."""
+    """Adds the coefficients of terms that controllers steer to a minibatch."""
     arrays = {
         name: jnp.full_like(minibatch.batch.advantages, coefficient)
         for name, coefficient in coefficients.items()

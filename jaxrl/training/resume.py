@@ -33,8 +33,8 @@ def restore(
 
 
 def adapt_precision(state: State, progress: Progress, *, precision: Precision) -> State:
-    """Adapts a restored run to a new precision: the loss scale starts anew, and pending rollouts
-    are dropped if the sampler's dtypes changed."""
+    """Adapts a restored run to a new precision: resets the loss scale, and drops pending
+    rollouts if the sampler's dtypes changed."""
     if progress.precision is None or progress.precision == str(precision):
         return state
     before = Precision.parse(progress.precision)

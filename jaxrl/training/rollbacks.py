@@ -105,7 +105,7 @@ def read(directory: Path) -> list[Rollback]:
     """
     path = directory / "rollbacks.json"
     advice = (
-        'Write it anew from the lines of metrics.jsonl with "action": "rollback", or choose '
+        'Recreate it from the lines of metrics.jsonl with "action": "rollback", or choose '
         "another run_dir"
     )
     try:

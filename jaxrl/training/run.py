@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     config: Config  # of the run, with the changes of its rollbacks
     hosts: Hosts  # the processes of the run
-    source: RolloutSource  # samples prompts and scores the rollouts
+    source: RolloutSource  # samples and scores rollouts of prompts
     models: ModelFiles  # the checkpoints that it started from
     learning: Learning  # the compiled learner, and its critic if the recipe has one
     publish: Publish  # sends weights to the sampler

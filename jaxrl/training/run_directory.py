@@ -20,7 +20,7 @@ from jaxrl.tracking.tracker import NullTracker, Tracker, open_tracker, read_metr
 
 C = TypeVar("C", bound=Config | SupervisedConfig)
 
-# Keys that may change when a run resumes: they do not change what a step computes.
+# Keys that may change when a run resumes: they do not change the result of a step.
 _FREE = (
     "run_dir",
     "checkpoint.",

@@ -13,7 +13,7 @@ from jaxrl.core import Rollout, by_group
 
 
 def informative(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the rollouts of groups that have different known rewards and an action token."""
+    """Returns the rollouts, in order, of groups with different known rewards and action tokens."""
     groups = by_group(rollouts).values()
     return [r for group in groups if _is_informative(group) for r in group]
 
