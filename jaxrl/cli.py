@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import jaxrl
-from jaxrl.commands import COMMANDS, load
+from jaxrl.commands import COMMANDS, load_command
 from jaxrl.commands.compile_cache import use_compile_cache
 
 HELP = f"""usage: jaxrl COMMAND [options]
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # transformers reads tokenizers here, and would warn at each start without torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        status = load(name).main(arguments[1:])
+        status = load_command(name).main(arguments[1:])
         _flush()
         return status
     except KeyboardInterrupt:

@@ -77,7 +77,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def ends_when_read(place, monkeypatch):
-    parse_args, parse = argparse.ArgumentParser.parse_args, options.parse
+    parse_args, parse = argparse.ArgumentParser.parse_args, options.parse_arguments
 
     def stop(self, *arguments):
         raise Understood(parse_args(self, *arguments))
@@ -88,7 +88,7 @@ def ends_when_read(place, monkeypatch):
             raise Understood(parse(*arguments).config)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr(options, "parse", stop_with_config)
+    monkeypatch.setattr(options, "parse_arguments", stop_with_config)
     monkeypatch.syspath_prepend(ROOT / "scripts")
 
 
@@ -112,7 +112,7 @@ def test_jaxrl_knows_the_command_and_its_keys(command: Command, ends_when_read):
     assert name in (*cli.COMMANDS, "--version")
     if not arguments and not command.block:
         return  # the command's name, in a sentence
-    module = cli.load(name)
+    module = cli.load_command(name)
     config = understood(lambda: module.main(arguments))
     if isinstance(config, Config):
         make_recipe(config)

@@ -31,7 +31,7 @@ for stub in root.rglob("__init__.pyi"):
     face = importlib.import_module(".".join(stub.parent.relative_to(root.parent).parts))
     print(face.__name__, *(name for name in dir(face) if getattr(face, name) is not None))
 for name in commands.COMMANDS:
-    commands.load(name)
+    commands.load_command(name)
 assert "torch" not in sys.modules
 """
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import NamedTuple
 
-from jaxrl.commands import load
+from jaxrl.commands import load_command
 
 
 class Key(NamedTuple):
@@ -25,7 +25,7 @@ class Table(NamedTuple):
 
 def parser(command: str) -> argparse.ArgumentParser:
     """Returns the parser of a command."""
-    return load(command).parser()
+    return load_command(command).parser()
 
 
 def tables(made: argparse.ArgumentParser) -> list[Table]:

@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 
-def load(name: str) -> ModuleType:
+def load_command(name: str) -> ModuleType:
     """Imports a command's module: its file, or `command.py` in its folder."""
     path = "jaxrl.commands." + name.replace("-", "_")
     module = importlib.import_module(path)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import shtab
 
-from jaxrl.commands import COMMANDS, load, options
+from jaxrl.commands import COMMANDS, load_command, options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     whole = argparse.ArgumentParser("jaxrl", add_help=False)
     commands = whole.add_subparsers()
     for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text, parents=[load(name).parser()], add_help=False)
+        commands.add_parser(name, help=text, parents=[load_command(name).parser()], add_help=False)
     for command in commands.choices.values():
         for action in command._actions:
             if action.dest.endswith("path") or not (action.option_strings or action.choices):

@@ -25,7 +25,7 @@ def parser(schema: type[Config | SFTConfig] = Config) -> argparse.ArgumentParser
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     schema = SFTConfig if "--sft" in argv else Config
-    config = options.parse(parser(schema), schema, argv).config
+    config = options.parse_arguments(parser(schema), schema, argv).config
     if isinstance(config, Config):
         _check_functions(config)
     print(toml_file.dumps(config), end="")

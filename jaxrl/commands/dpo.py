@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = find_inputs(options.parse(parser(), DPOConfig, argv).config)
+    config = find_inputs(options.parse_arguments(parser(), DPOConfig, argv).config)
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 

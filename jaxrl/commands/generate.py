@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config, arguments = options.parse(parser(), GenerateConfig, argv)
+    config, arguments = options.parse_arguments(parser(), GenerateConfig, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     texts = arguments.prompts or _lines()
     config = find_inputs(config)

@@ -73,7 +73,9 @@ def plain_parser(
     )
 
 
-def parse(made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]) -> Parsed[C]:
+def parse_arguments(
+    made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]
+) -> Parsed[C]:
     """Loads the config file, if any, and overrides it with keys from the command line.
 
     Raises:

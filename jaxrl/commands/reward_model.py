@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = find_inputs(options.parse(parser(), RewardModelConfig, argv).config)
+    config = find_inputs(options.parse_arguments(parser(), RewardModelConfig, argv).config)
 
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model

@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = find_inputs(options.parse(parser(), SFTConfig, argv).config)
+    config = find_inputs(options.parse_arguments(parser(), SFTConfig, argv).config)
 
     from jaxrl.training.supervised.sft import finetune  # takes seconds, so after --help
 

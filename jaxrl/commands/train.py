@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
-    config = find_inputs(options.parse(parser(), Config, argv).config)
+    config = find_inputs(options.parse_arguments(parser(), Config, argv).config)
 
     from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
     from jaxrl.train import train

@@ -17,14 +17,14 @@ COUNTED = """
 import collections, json, sys
 sys.modules["torch"] = None
 from jaxrl import cli
-load, found = cli.load, collections.Counter()
+load, found = cli.load_command, collections.Counter()
 def counting(name):
     module = load(name)
     import jax
     jax.monitoring.register_event_listener(lambda event, **_: found.update([event]))
     jax.monitoring.register_event_duration_secs_listener(lambda e, s, **_: found.update([e]))
     return module
-cli.load = counting
+cli.load_command = counting
 status = cli.main()
 print(json.dumps([found["/jax/core/compile/backend_compile_duration"],
                   found["/jax/compilation_cache/cache_hits"]]))

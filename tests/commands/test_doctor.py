@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
-from jaxrl.commands.doctor.text import Finding, recommend, table
+from jaxrl.commands.doctor.text import Measurement, recommend, table
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.diagnostics.ratio.split import LogRatio
@@ -15,7 +15,9 @@ from tests import tiny
 EMPTY = LogRatio(*np.zeros((4, 1)), sequences=np.zeros(1, int))
 
 
-def finding(name: str, *, error: float, phantom: float, std: float, seconds=None) -> Finding:
+def measurement(
+    name: str, *, error: float, phantom: float, std: float, seconds=None
+) -> Measurement:
     numbers = {
         "beta": 0.0,
         "beta_std": std,
@@ -27,13 +29,13 @@ def finding(name: str, *, error: float, phantom: float, std: float, seconds=None
         "shape_noise_std": 0.0,
     }
     timed = {} if seconds is None else {"seconds_per_step": seconds}
-    return Finding(name, "embedded f32", numbers | timed, EMPTY)
+    return Measurement(name, "embedded f32", numbers | timed, EMPTY)
 
 
-EXACT = finding("exact", error=1.0, phantom=0, std=1e-6, seconds=2.0)
-QUICK = finding("quick", error=1.001, phantom=0, std=1e-3, seconds=1.0)
-NEARLY = finding("nearly", error=1.002, phantom=0, std=2e-3, seconds=0.95)
-WRONG = finding("wrong", error=1.02, phantom=0.01, std=3e-2, seconds=0.1)
+EXACT = measurement("exact", error=1.0, phantom=0, std=1e-6, seconds=2.0)
+QUICK = measurement("quick", error=1.001, phantom=0, std=1e-3, seconds=1.0)
+NEARLY = measurement("nearly", error=1.002, phantom=0, std=2e-3, seconds=0.95)
+WRONG = measurement("wrong", error=1.02, phantom=0.01, std=3e-2, seconds=0.1)
 
 
 def test_fastest_good_precision_is_recommended():
@@ -48,7 +50,7 @@ def test_fastest_good_precision_is_recommended():
 
 
 def test_best_precision_is_named_with_a_remedy():
-    worse = finding("worse", error=1.2, phantom=0.2, std=0.3)
+    worse = measurement("worse", error=1.2, phantom=0.2, std=0.3)
     advice = recommend([worse, WRONG])
     assert "No precision is good" in advice
     assert "wrong has the smallest beta" in advice

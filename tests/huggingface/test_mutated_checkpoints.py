@@ -143,5 +143,5 @@ def test_mutated_adapter_is_read_or_named(data, sources, command, tmp_path, monk
     train = SimpleNamespace(
         main=lambda _: bool(peft.load_adapter(directory, ADAPTED, dtype=FP32)) - 1
     )
-    monkeypatch.setattr(cli, "load", lambda name: train)
+    monkeypatch.setattr(cli, "load_command", lambda name: train)
     check(command("train"), directory, command="train")

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config, arguments = options.parse(parser(), DoctorConfig, argv)
+    config, arguments = options.parse_arguments(parser(), DoctorConfig, argv)
     config = find_inputs(config)
     if arguments.server is not None:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.diagnostics import draw
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
-    findings = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
-    advice, out, (low, high) = recommend(findings), Path(config.out), config.clip_range
+    measurements = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
+    advice, out, (low, high) = recommend(measurements), Path(config.out), config.clip_range
     figure = draw(
-        {f"{f.precision} / {f.sampler}": f.ratio for f in findings},
+        {f"{m.precision} / {m.sampler}": m.ratio for m in measurements},
         title=f"learner against sampler with equal weights: {config.model.path}",
         low=low,
         high=high,
@@ -58,12 +58,14 @@ def main(argv: Sequence[str]) -> int:
         "config": config.model_dump(),
         "machine": {"platform": platform.platform(), **versions},
         "precisions": [
-            {"precision": f.precision, "sampler": f.sampler, **f.numbers} for f in findings
+            {"precision": m.precision, "sampler": m.sampler, **m.numbers} for m in measurements
         ],
         "advice": advice,
     }
     (out / "doctor.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    tokens, sequences = (max(int(f.numbers[k]) for f in findings) for k in ("tokens", "sequences"))
+    tokens, sequences = (
+        int(max(m.numbers[key] for m in measurements)) for key in ("tokens", "sequences")
+    )
     print(f"{sequences} completions, {tokens} tokens, clip range {1 - low:g} to {1 + high:g}\n")
-    print(f"{table(findings)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
+    print(f"{table(measurements)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
     return 0

@@ -17,7 +17,7 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
-from jaxrl.commands.doctor.text import Finding
+from jaxrl.commands.doctor.text import Measurement
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import (
@@ -68,7 +68,7 @@ class _Samples(NamedTuple):
     replay: np.ndarray | None
 
 
-def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Finding]:
+def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measurement]:
     """Measures every precision of the config; those with equal samplers share their completions.
 
     Raises:
@@ -91,7 +91,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         settings = (precision.products, precision.sums, precision.latent)
         key = (precision.wire, precision.sampler, logits, *settings)
         groups.setdefault(key, []).append(name)
-    findings = {}
+    measurements = {}
     for names in groups.values():
         first = precisions[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
@@ -100,10 +100,10 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Findin
         samples = _sample(inputs, first, note=note)
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
-            findings[name] = _measure(
+            measurements[name] = _measure(
                 inputs, name, precision=precisions[name], samples=samples, sampler=sampler
             )
-    return [findings[name] for name in precisions]
+    return [measurements[name] for name in precisions]
 
 
 def _load_inputs(config: DoctorConfig) -> _Inputs:
@@ -169,7 +169,7 @@ def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None
 
 def _measure(
     inputs: _Inputs, name: str, *, precision: Precision, samples: _Samples, sampler: str
-) -> Finding:
+) -> Measurement:
     config = inputs.config
     low, high = config.clip_range
     params = cast(inputs.params, precision.params)
@@ -207,7 +207,7 @@ def _measure(
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
-    return Finding(name, sampler, numbers, tokens)
+    return Measurement(name, sampler, numbers, tokens)
 
 
 def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:

@@ -8,7 +8,7 @@ from jaxrl.diagnostics import LogRatio
 _TOKEN_ERROR, _PHANTOM = 1.01, 1e-3
 
 
-class Finding(NamedTuple):
+class Measurement(NamedTuple):
     """Measurements of one dtype policy."""
 
     precision: str  # its text in the config
@@ -25,23 +25,23 @@ class Finding(NamedTuple):
         return {int(length): self.numbers[name] for length, name in lengths if length.isdigit()}
 
 
-def table(findings: Sequence[Finding]) -> str:
+def table(measurements: Sequence[Measurement]) -> str:
     """Formats one line for each precision, in columns."""
-    lengths = sorted({length for f in findings for length in f.spreads()})[-3:]
-    timed = all("seconds_per_step" in f.numbers for f in findings)
-    asked = any("decoding_std" in f.numbers for f in findings)
+    lengths = sorted({length for m in measurements for length in m.spreads()})[-3:]
+    timed = all("seconds_per_step" in m.numbers for m in measurements)
+    asked = any("decoding_std" in m.numbers for m in measurements)
     head = ["precision", "sampler", "beta mean", "std", "p99", "phantom", "x per token"]
     head += ["dtype std", "engine std", *(["decoding std"] if asked else []), "shape std"]
     head += [f"std of {length}" for length in lengths] + (["step"] if timed else [])
     lines = [head]
-    for f in findings:
-        n = f.numbers
-        line = [f.precision, f.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
+    for m in measurements:
+        n = m.numbers
+        line = [m.precision, m.sampler, f"{n['beta']:+.1e}", f"{n['beta_std']:.1e}"]
         line += [f"{n['beta_p99']:.1e}", f"{100 * n['phantom']:.2f} %"]
         line += [f"{n['token_mult_error']:.5f}", f"{n['dtype_std']:.1e}", f"{n['engine_std']:.1e}"]
         line += [f"{n['decoding_std']:.1e}"] if asked else []
         line += [f"{n['shape_noise_std']:.1e}"]
-        line += [f"{f.spreads()[x]:.1e}" if x in f.spreads() else "-" for x in lengths]
+        line += [f"{m.spreads()[x]:.1e}" if x in m.spreads() else "-" for x in lengths]
         lines.append([*line, f"{n['seconds_per_step']:.2f} s"] if timed else line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -53,7 +53,7 @@ def table(findings: Sequence[Finding]) -> str:
     )
 
 
-def recommend(findings: Sequence[Finding]) -> str:
+def recommend(measurements: Sequence[Measurement]) -> str:
     """Recommends a precision and gives the reason.
 
     A precision is good if the average error factor of its tokens is at most 1.01 and at most one
@@ -61,21 +61,21 @@ def recommend(findings: Sequence[Finding]) -> str:
     the fastest step, the one with the smallest beta wins.
     """
     good = [
-        f
-        for f in findings
-        if f.numbers["token_mult_error"] <= _TOKEN_ERROR and f.numbers["phantom"] <= _PHANTOM
+        m
+        for m in measurements
+        if m.numbers["token_mult_error"] <= _TOKEN_ERROR and m.numbers["phantom"] <= _PHANTOM
     ]
     if not good:
-        best = min(findings, key=lambda f: f.numbers["beta_std"])
+        best = min(measurements, key=lambda m: m.numbers["beta_std"])
         return (
             f"No precision is good (token error at most {_TOKEN_ERROR}, phantom at most "
             f"{100 * _PHANTOM:g} %). {best.precision} has the smallest beta: {_reason(best)}. "
             "Measure others, or set loss.ratio = 'shadowed' or 'on_policy'."
         )
-    fastest = min(f.numbers.get("seconds_per_step", 0.0) for f in good)
-    quick = [f for f in good if f.numbers.get("seconds_per_step", 0.0) <= 1.1 * fastest]
-    best = min(quick, key=lambda f: f.numbers["beta_std"])
-    others = [f.precision for f in good if f is not best]
+    fastest = min(m.numbers.get("seconds_per_step", 0.0) for m in good)
+    quick = [m for m in good if m.numbers.get("seconds_per_step", 0.0) <= 1.1 * fastest]
+    best = min(quick, key=lambda m: m.numbers["beta_std"])
+    others = [m.precision for m in good if m is not best]
     text = f"Use precision = {best.precision!r}: {_reason(best)}."
     if others and fastest:
         text += (
@@ -87,8 +87,8 @@ def recommend(findings: Sequence[Finding]) -> str:
     return text
 
 
-def _reason(finding: Finding) -> str:
-    n = finding.numbers
+def _reason(measurement: Measurement) -> str:
+    n = measurement.numbers
     return (
         f"the average error factor of a token is {n['token_mult_error']:.4f}, and numerical error "
         f"alone would clip {100 * n['phantom']:.2f} % of tokens"

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config, given = options.parse(parser(), Config, argv)
+    config, given = options.parse_arguments(parser(), Config, argv)
     _check(config, given)
     bounds = None if given.keep is None else pass_rates.read_bounds(given.keep)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop

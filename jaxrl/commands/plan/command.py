@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 5 if the run does not fit."""
     made = parser()
-    config, given = options.parse(made, PlanConfig, argv)
+    config, given = options.parse_arguments(made, PlanConfig, argv)
     if (given.topology is None) != given.estimate:
         made.error("give either --topology or --estimate")
     if (given.rollout_seconds is None) != (given.train_seconds is None):

@@ -9,7 +9,7 @@ from jaxrl import models
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import KVCache, on_one
-from jaxrl.commands.plan.step import Step
+from jaxrl.commands.plan.step import PlannedStep
 from jaxrl.core import sampler_precision
 from jaxrl.models import DecoderConfig, Specs
 from jaxrl.sampling import SamplingParams, decode_program
@@ -36,7 +36,7 @@ class Decoding:
         return self.weights + self.cache
 
 
-def plan_decoding(step: Step, cache: KVCache) -> Decoding:
+def plan_decoding(step: PlannedStep, cache: KVCache) -> Decoding:
     """Compiles the embedded sampler's decoding with its largest cache, except for simulated devices
     of a CPU, where bytes say nothing about speed.
 
@@ -72,7 +72,7 @@ def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
     return total
 
 
-def _compiled(step: Step, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
+def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
     config, precision = step.config, sampler_precision(step.config.precision)
     model = step.model._replace(local=layout.local)
     params = placed(models.abstract(model.specs, dtype=precision.compute), layout.tree(model.specs))

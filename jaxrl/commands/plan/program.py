@@ -8,7 +8,7 @@ import jax
 
 from jaxrl.commands.plan.decoding import Decoding, needed_memory, plan_decoding
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
-from jaxrl.commands.plan.step import Step, make_step
+from jaxrl.commands.plan.step import PlannedStep, make_step
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core import jit
@@ -34,7 +34,7 @@ class Memory:
 class Program:
     """A compiled step."""
 
-    step: Step
+    step: PlannedStep
     rows: int  # rows of one microbatch, over all devices
     microbatches: int  # largest number of microbatches in an optimizer step
     row_length: int  # tokens in a row
@@ -118,7 +118,9 @@ def compile_step(config: Config, topology: Topology) -> Program:
     )
 
 
-def _memory(step: Step, *, peak: float, host: float, temporary: float | None = None) -> Memory:
+def _memory(
+    step: PlannedStep, *, peak: float, host: float, temporary: float | None = None
+) -> Memory:
     """Divides the peak by kind from shapes; without a program all but the state is temporary."""
     state, precision = step.state, step.config.precision
     params = on_one(state.params)

@@ -9,7 +9,7 @@ import jax
 from jaxrl import models
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
-from jaxrl.commands.plan.step import Step
+from jaxrl.commands.plan.step import PlannedStep
 from jaxrl.core import DType, cast, count_bucket
 from jaxrl.losses import Need
 from jaxrl.models import Specs, lora, param_specs
@@ -67,7 +67,7 @@ class ResidentMemory:
         return found
 
 
-def resident_memory(step: Step) -> ResidentMemory:
+def resident_memory(step: PlannedStep) -> ResidentMemory:
     """Estimates the memory of everything outside the step, from config.json files alone.
 
     Raises:
@@ -119,7 +119,7 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
     return on_one(placed(models.abstract(specs, dtype=dtype), layout.tree(specs)))
 
 
-def _critic(step: Step) -> float:
+def _critic(step: PlannedStep) -> float:
     config, precision = step.config, step.config.precision
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
@@ -134,7 +134,7 @@ def _critic(step: Step) -> float:
     return on_one(placed(held, step.layout.state(held, specs)))
 
 
-def _cache(step: Step, layout: Layout) -> KVCache:
+def _cache(step: PlannedStep, layout: Layout) -> KVCache:
     """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
     heads of keys and values over theirs, tokens and states over none."""
     config, sizes, shards = step.config, step.model.config, layout.count("batch")

@@ -19,7 +19,7 @@ from jaxrl.models import Kernel, Model, lora
 from jaxrl.sharding import Layout, placed
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """Parts of the step."""
 
     config: Config  # with `train.row_length`
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     minibatch: Minibatch  # the largest one, shapes with shardings
 
 
-def make_step(config: Config, topology: Topology) -> Step:
+def make_step(config: Config, topology: Topology) -> PlannedStep:
     """Builds the step of `jaxrl train`; raises as it does for an unusable model or mesh."""
     precision = config.precision
     layout = make_layout(
@@ -51,7 +51,7 @@ def make_step(config: Config, topology: Topology) -> Step:
     params = lora.abstract(specs, trained=precision.params, kept=precision.wire)
     shapes = jax.eval_shape(learner.init, params)
     shardings = state_shardings(config.optimizer, learner.init, params, layout=layout, specs=specs)
-    return Step(
+    return PlannedStep(
         config=config,
         recipe=recipe,
         models=models,

@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config, arguments = options.parse(parser(), ServeConfig, argv)
+    config, arguments = options.parse_arguments(parser(), ServeConfig, argv)
     checkpoint = Checkpoint(hub.local_directory(arguments.model_dir))
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
