@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 _DEVICES = "xla_force_host_platform_device_count"
-_LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the programs unused for longest
+_LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the least recently used programs
 
 
 def use_compile_cache() -> None:
     """Points JAX at a cache in the user's cache directory; must run before anything compiles.
 
-    There is none for simulated devices: of a program from the cache XLA's CPU forgets in which
-    order collectives run, and devices may wait for each other for ever (docs/scale.md).
+    Simulated devices get no cache: XLA's CPU backend loses the order of collectives in a program
+    that it reads back, and devices may deadlock (docs/scale.md).
     """
     _set("jax_persistent_cache_min_compile_time_secs", 0.0)
     simulated = _DEVICES in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ

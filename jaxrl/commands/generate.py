@@ -24,7 +24,6 @@ from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig, SamplingConfig
 from jaxrl.config.tables import BaseConfig, ModelConfig
-from jaxrl.data import check_characters
 from jaxrl.huggingface import Checkpoint
 
 
@@ -112,10 +111,10 @@ def _lines() -> list[str]:
 def _tokenise(
     texts: Sequence[str], tokenizer: data.Tokenizer, config: GenerateConfig, *, positions: int
 ) -> list[np.ndarray]:
-    """Renders and tokenises prompts for the config's model, which has so many positions.
+    """Renders and tokenises prompts for a model with this number of positions.
 
     Raises:
-      ValueError: for a prompt that is no valid text, is empty, or leaves the model no room for a
+      ValueError: for a prompt that is invalid text, is empty, or leaves the model no room for a
         completion; the message names it.
     """
     model, longest = config.model.path, positions - 1
@@ -125,7 +124,7 @@ def _tokenise(
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
         rendered = render(text, where)
         try:
-            check_characters(rendered)
+            data.check_characters(rendered)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         tokens = None
@@ -139,7 +138,7 @@ def _tokenise(
             )
         if not tokens:
             raise ValueError(
-                f"{where} has no tokens by the tokenizer of {model}; write a prompt that has some"
+                f"{where} has no tokens with the tokenizer of {model}; write another prompt"
             )
         prompts.append(np.asarray(tokens, np.int32))
     return prompts

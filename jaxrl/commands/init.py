@@ -1,5 +1,5 @@
 """Writes the three files of a first run into a directory: config.toml, rewards.py and
-data.jsonl. Replace the data and the reward by your own.
+data.jsonl. Replace the data and the reward with your own.
 
   jaxrl init first && cd first
   jaxrl train config.toml --model.path DIR"""

@@ -27,7 +27,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 class _Help(argparse.Action):
-    """Prints help on a parser, on one of its tables or on all of them, and exits."""
+    """Prints help on the parser, one of its tables or all tables, and exits."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         tables: dict[str, Any] = {
@@ -40,8 +40,8 @@ class _Help(argparse.Action):
             parser.exit()
         if values not in (_ALL, *tables):
             near = difflib.get_close_matches(str(values), tables, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tables)}"
-            parser.error(f"--help {values}: there is no such table of keys; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(tables)}"
+            parser.error(f"--help {values}: unknown table of keys; {hint}")
         shown = tables.values() if values == _ALL else [tables[str(values)]]
         print(_with_sections(parser._get_formatter(), shown), end="")
         parser.exit()

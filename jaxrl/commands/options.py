@@ -95,8 +95,8 @@ def parse_arguments(
 def _free_keys(
     made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Extracts keys unknown to argparse: those of a custom loss, and a table in place of its key
-    `name`, as in --sampler vllm. A key may do without its hyphens: train.steps=50."""
+    """Extracts keys unknown to argparse: a custom loss's parameters, and a table in place of its
+    key `name` (--sampler vllm). With = the hyphens may be left out: train.steps=50."""
     known = made._option_string_actions
     names = toml_file.keys(schema)
     tables = toml_file.open_tables(schema)

@@ -22,14 +22,14 @@ C = TypeVar("C", bound=Config | SupervisedConfig)
 R = TypeVar("R", bound="jaxrl.train.Result | fit.FitResult")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_LATE = "Event loop is closed"  # of a write that ends after orbax has stopped waiting for it
+_LATE = "Event loop is closed"  # if a write ends after orbax stopped waiting
 
 
 def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, int]]) -> int:
     """Trains in this process or, with [hosts], in all processes of a run; returns the exit status.
 
-    Process 0 prints the outcome. `conclude` returns its text and the status of a run that no signal
-    ended.
+    Process 0 prints the outcome. Unless a signal ended the run, `conclude` returns its text and the
+    status.
     """
     with _full_disk_as_one_message(config.run_dir), cluster.joined(config.hosts):
         result, leads = train(config), Hosts().leads
@@ -50,7 +50,7 @@ def last_loss(result: "fit.FitResult") -> tuple[str, int]:
 
 
 def held_out_accuracy(result: "fit.FitResult") -> tuple[str, int]:
-    """Concludes a run on preference pairs; without held-out ones it tells the last loss."""
+    """Concludes a run on preference pairs, by its last loss if no pairs were held out."""
     before, after = result.first.get("accuracy"), result.last.get("eval/accuracy")
     text = f"loss {result.last.get('loss', float('nan')):.4f}"
     if before is not None and after is not None:
@@ -65,8 +65,8 @@ def change(before: float, after: float) -> str:
 
 @contextmanager
 def _full_disk_as_one_message(directory: str) -> Iterator[None]:
-    """Raises one OSError that names the directory in place of any error of a full disk, and hides
-    what the threads of libraries say about it unless JAXRL_TRACEBACK is set."""
+    """Turns errors of a full disk into one OSError that names the directory, and hides messages of
+    library threads about it unless JAXRL_TRACEBACK is set."""
     if not os.environ.get("JAXRL_TRACEBACK"):
         for name in ("absl", "asyncio"):  # orbax logs with them, also after the run has ended
             logging.getLogger(name).addFilter(_is_news)
@@ -94,7 +94,7 @@ def _quieted(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Returns True if an error, or one that led to it, is that of a full disk."""
+    """Tells if a full disk caused an error."""
     if error is None:
         return False
     # tensorstore's errors have no number, but quote the text.

@@ -23,13 +23,12 @@ _FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name
 
 
 def check_paths(config: Section) -> None:
-    """Checks the files and directories that a config names, as far as they exist: what a missing
-    one means, only its reader knows.
+    """Checks the files and directories that a config names; missing ones are left to their readers.
 
     Raises:
       ConfigError: for a path that the file system refuses (too long, through a file, in a circle of
-        links), a file in place of a directory or the reverse, or one that may not be read; the
-        message names the key.
+        links), a file in place of a directory or the reverse, or an unreadable one; the message
+        names the key.
     """
     for key, text in _texts(config):
         if (problem := _problem(key, text)) is not None:
@@ -40,8 +39,8 @@ def find_inputs(config: C) -> C:
     """Looks for the model, data and functions that a config names; returns it as `fetch_models`.
 
     Raises:
-      ConfigError: if several of them do not exist, naming all; what a single missing one means, its
-        reader says. Also as `fetch_models`.
+      ConfigError: if several do not exist, naming all (a single one is left to its reader); also
+        as `fetch_models`.
     """
     missing = [
         f"{key} = {toml_file.toml_text(text)}"
@@ -65,7 +64,7 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
         name, _, leaf = key.partition(".")
         table = getattr(config, name, None)
         path = getattr(table, leaf, None)
-        if path is None or is_http_address(path):  # of a teacher
+        if path is None or is_http_address(path):  # a served teacher
             continue
         try:
             directory = hub.local_directory(path, files=files)
@@ -85,7 +84,7 @@ def _texts(config: Section) -> Iterator[tuple[str, str]]:
 
 
 def _is_missing(key: str, text: str) -> bool:
-    """Tells if the key names a file or directory, and there is none."""
+    """Tells if the key names a file or directory that does not exist."""
     if key in _MODELS:
         local = not (is_http_address(text) or hub.is_name(text))
     elif key in _FUNCTIONS:
@@ -97,7 +96,7 @@ def _is_missing(key: str, text: str) -> bool:
 
 
 def _problem(key: str, text: str) -> str | None:
-    """Describes what is wrong with the path of a key; None if nothing is, or it names no path."""
+    """Describes the problem with the path of a key; None without a problem or a path."""
     is_directory = key in _DIRECTORIES
     if key == "sampler.store":
         text = str(directory_of(text) or "")

@@ -70,7 +70,7 @@ class Tail:
         self._end, self._last = 0, b""  # offset read so far, and the line that ends there
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all entries so far, none without a file; an unfinished line waits.
+        """Returns all complete entries so far, none without a file.
 
         Raises:
           ValueError: for a line that is not an entry.

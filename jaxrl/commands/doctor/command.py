@@ -1,8 +1,8 @@
 """Measures how numerical error alone changes the importance ratio. It samples
 completions and scores the same tokens with the learner of each dtype policy. It prints a table,
 recommends one, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
-embedded sampler in each one's sampler dtype, from vLLM servers that it starts (--sampler vllm),
-or from a running server. Do not use a server of a training run: MODEL replaces its weights.
+embedded sampler in the sampler dtype of each, from vLLM servers that it starts (--sampler vllm),
+or from a running server. Do not use a training run's server: MODEL replaces its weights.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
   jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""

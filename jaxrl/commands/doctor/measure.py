@@ -60,12 +60,10 @@ class _Inputs(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """Completions, and the server's scores for them; None without a server."""
-
     rollouts: list[Rollout]
     shape: MinibatchShape
     minibatch: Minibatch
-    replay: np.ndarray | None
+    replay: np.ndarray | None  # the server's scores; None without a server
 
 
 def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measurement]:

@@ -13,9 +13,8 @@ class Measurement(NamedTuple):
 
     precision: str  # its text in the config
     sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16"
-    # `agreement_metrics`; moments of `shape_noise`; `log_ratio_parts`, whose "policy" is called
-    # "decoding" here and needs a server; "seconds_per_step" if steps were timed; "tokens" and
-    # "sequences".
+    # From `agreement_metrics`, `shape_noise` and `log_ratio_parts` (its "policy" is "decoding" here
+    # and needs a server); "tokens", "sequences" and, if steps were timed, "seconds_per_step".
     numbers: dict[str, float]
     ratio: LogRatio  # at equal weights: beta is the whole log-ratio
 

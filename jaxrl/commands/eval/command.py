@@ -1,13 +1,12 @@
 """Completes each prompt of data.eval_path and prints the accuracy by the first
 reward, with its 95 % confidence interval. Completions are greedy, or sampled with --samples N,
-which adds pass@k and the accuracy of the majority's answer. It accepts the keys, and so the config
-file, of `jaxrl train`. It samples as [sampler] says, here or on servers. If the config names an
-environment, it plays episodes, whose own reward counts where reward.path is empty.
+which adds pass@k and the accuracy of the majority's answer. It accepts the keys and the config file
+of `jaxrl train`, and samples in this process or on servers, as [sampler] says. If the config names
+an environment, it plays episodes; without reward.path the environment's reward counts.
 
-With --keep it measures data.path, all of it, and writes the rows whose pass rate, the mean reward,
-lies between two bounds to --out. They are unchanged except for a new column, pass_rate.
-OUT.measured stores all rewards: rerun the same command to resume after an interruption, or change
-the bounds without sampling again.
+With --keep it measures all of data.path. The rows with a pass rate (mean reward) between two bounds
+go to --out, unchanged except for a new column, pass_rate. OUT.measured stores all rewards: rerun
+the same command to resume after an interruption, or change the bounds without sampling again.
 
   jaxrl eval runs/latest/config.toml --model.path runs/latest/model
   jaxrl eval mine.toml --samples 8 --by level --json scores.json
@@ -158,7 +157,7 @@ def _keep(data: DataSet, given: argparse.Namespace, bounds: Bounds) -> dict[str,
 
 
 def _rows(data: DataSet, measured: Evaluation) -> list[dict[str, Any]]:
-    """Returns a row for each completion: that of the data, the completion and its reward."""
+    """Returns a row for each completion: the data's row, the completion and its reward."""
     task, samples = data.task, measured.rewards.shape[1]
     name = task.rewards[0].name if task.rewards else "reward"
     rows = [

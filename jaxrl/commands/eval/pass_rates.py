@@ -1,8 +1,8 @@
-"""Pass rates of prompts, kept in a journal, and the prompts whose pass rate lies within bounds.
+"""Pass rates of prompts, kept in a journal, and the selection of prompts by them.
 
-A working trainer must reach full training accuracy on prompts that the model already solves
-sometimes. A curve that stays below or falls points to a fault in the trainer: this is the sanity
-test of arXiv:2510.26788.
+A working trainer reaches full training accuracy on prompts that the model already solves sometimes.
+A curve that stays below or falls points to a fault in the trainer (the sanity test of
+arXiv:2510.26788).
 """
 
 import dataclasses
@@ -25,9 +25,8 @@ from jaxrl.training.rollouts.generate import RolloutSource
 
 COLUMN = "pass_rate"
 
-
 Bounds = tuple[float, float]
-"""The lowest and the highest pass rate that are kept."""
+"""Lowest and highest pass rate to keep."""
 
 
 def read_bounds(text: str) -> Bounds:
@@ -42,7 +41,7 @@ def read_bounds(text: str) -> Bounds:
 
 
 def is_within(pass_rate: float | None, bounds: Bounds) -> bool:
-    """Tells if a pass rate lies within bounds; one that is not known does not."""
+    """Tells if a pass rate is known and lies within bounds."""
     (low, high), rounding = bounds, 1e-9
     return pass_rate is not None and low - rounding <= pass_rate <= high + rounding
 
@@ -61,8 +60,7 @@ class Measured(NamedTuple):
 
 
 class Journal:
-    """A file of JSON lines, one for each prompt measured so far; it survives an interruption at any
-    moment."""
+    """A file with a JSON line for each measured prompt, safe against interruption at any moment."""
 
     def __init__(self, path: Path, *, fingerprint: Mapping[str, str], chunk: int, total: int):
         """Opens or creates the file for `total` prompts and drops an incomplete chunk.
@@ -136,9 +134,8 @@ def measure(
     journal: Journal,
     samples: int,
 ) -> Iterator[str | None]:
-    """Samples and scores `samples` completions of every prompt that the journal does not have, in
-    chunks that are added to it. Yields the first failure in each chunk. The source is opened only
-    if prompts are missing.
+    """Samples and scores `samples` completions of each prompt that the journal lacks, and adds them
+    to it in chunks. Yields the first failure in each chunk. Opens the source only if it is needed.
 
     Every chunk has its own seed, so a resumed measurement equals an uninterrupted one.
 
@@ -169,8 +166,7 @@ def measure(
 def write_kept(
     path: Path, examples: Sequence[Example], measured: Sequence[Measured], *, bounds: Bounds
 ) -> None:
-    """Writes the rows whose pass rate lies within the bounds, with the column `pass_rate` added, as
-    JSON lines."""
+    """Writes rows with a pass rate within bounds as JSON lines, with the column `pass_rate`."""
     kept = [
         {**example.row, COLUMN: one.pass_rate}
         for example, one in zip(examples, measured, strict=True)
@@ -181,7 +177,7 @@ def write_kept(
 
 
 def lines(measured: Sequence[Measured], bounds: Bounds) -> Iterator[str]:
-    """Formats the numbers of completions and of prompts that are kept and dropped."""
+    """Formats counts of completions, and of kept and dropped prompts."""
     known = [one.pass_rate for one in measured if one.pass_rate is not None]
     dropped = [pass_rate for pass_rate in known if not is_within(pass_rate, bounds)]
     low, high = bounds

@@ -15,12 +15,12 @@ from jaxrl.training.evaluate import Evaluation
 def summarize(
     rewards: np.ndarray, examples: Sequence[Example], *, by: str | None
 ) -> dict[str, Any]:
-    """Computes the numbers of one data set that rewards alone tell, as JSON values.
+    """Computes a data set's numbers from rewards alone, as JSON values.
 
     Args:
-      rewards: f64[N, S], of S completions of each of N prompts; NaN where there is none.
+      rewards: f64[N, S] of S completions for each of N prompts; NaN for a missing reward.
       examples: the N prompts.
-      by: a column of the data, for the accuracy of each of its values; None for none.
+      by: a column of the data: adds the accuracy for each of its values.
 
     Raises:
       ValueError: if a row has no such column.
@@ -40,7 +40,7 @@ def summarize(
 
 
 def further(measured: Evaluation) -> dict[str, Any]:
-    """Computes the numbers that the completions and episodes of a data set tell, as JSON values."""
+    """Computes a data set's numbers from completions and episodes, as JSON values."""
     found: dict[str, Any] = {"episodes": measured.numbers} if measured.numbers else {}
     if (samples := measured.rewards.shape[1]) > 1:
         answers = [_answer(text) for text in measured.completions]
@@ -83,13 +83,13 @@ def _percent(part: dict[str, Any]) -> str:
 
 
 def _answer(text: str) -> Any:
-    """Returns what a completion votes for: its final number, else its last line."""
+    """Returns a completion's vote: its final number, else its last line."""
     number = final_number(text)
     return number if number is not None else (text.strip().splitlines() or [None])[-1]
 
 
 def _values(examples: Sequence[Example], column: str) -> dict[str, np.ndarray]:
-    """Maps each value of a column to bool[N], the prompts that have it."""
+    """Maps each value of a column to bool[N], the prompts with this value."""
     for example in examples:
         if column not in example.row:
             has = ", ".join(map(str, example.row))

@@ -1,4 +1,4 @@
-"""The data that `jaxrl eval` measures, and what samples and scores completions of them."""
+"""Data sets of `jaxrl eval`, and the source of completions for them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from jaxrl.training.rollouts.generate import RolloutSource
 
 
 class DataSet(NamedTuple):
-    """Prompts of one path, with what scores their completions."""
+    """Prompts of one path, with their rewards or environment."""
 
     path: str
     config: Config
@@ -26,8 +26,8 @@ class DataSet(NamedTuple):
 
 
 def load_data(config: Config, checkpoint: Checkpoint, *, path: str, held_out: bool) -> DataSet:
-    """Loads prompts for a policy as `jaxrl train` does, in place of data.eval_path if they are
-    `held_out`, else of data.path; raises as `load_task`."""
+    """Loads prompts from `path` as `jaxrl train` loads data.eval_path, or data.path if they are not
+    `held_out`; raises as `load_task`."""
     key, split = ("eval_path", "test") if held_out else ("path", "train")
     data = config.data.model_copy(update={key: path})
     task = load_task(config.model_copy(update={"data": data}), checkpoint, splits=(split,))
@@ -40,9 +40,8 @@ def load_data(config: Config, checkpoint: Checkpoint, *, path: str, held_out: bo
 def open_source(
     data: DataSet, *, prompts: int, samples: int, note: Callable[[str], None]
 ) -> Iterator[RolloutSource]:
-    """Opens the policy with its sampler and environment; raises as `open_policy` and
-    `make_episode_runner`. At most so many prompts are asked for at once, with so many samples of
-    each."""
+    """Opens the policy with its sampler and environment, for requests of at most `prompts` prompts
+    with `samples` completions each; raises as `open_policy` and `make_episode_runner`."""
     config, checkpoint, task = data.config, data.checkpoint, data.task
     runner = make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=checkpoint.config.vocab_size

@@ -16,7 +16,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import Precision
 from jaxrl.huggingface import Checkpoint, save_adapter
 from jaxrl.learner import CheckpointError, Checkpoints, LearnerState, checkpoint_view, make_update
-from jaxrl.models import Params, decoder, lora
+from jaxrl.models import decoder, lora
 from jaxrl.sharding import placed
 from jaxrl.training.export import model_dtype
 
@@ -30,15 +30,14 @@ def export_checkpoint(
     dtype: str | None = None,
     only_adapters: bool = False,
 ) -> int:
-    """Writes the model of a checkpoint with its adapters merged, or the adapters alone in PEFT's
-    format.
+    """Writes a checkpoint's model with adapters merged, or the adapters alone in PEFT's format.
 
-    config.json, the tokenizer and the weights below the adapters come from the model that the run
-    started from, which must still exist.
+    The run's initial model must still exist: config.json, the tokenizer and the weights below the
+    adapters come from there.
 
-    `step` is "latest", "best" or a number. `dtype` is that of the tensors, such as "f32". By
-    default it is as `model_dtype`, and for the adapters alone that of the policy's parameters,
-    which is lossless. Returns the step of the checkpoint.
+    `step` is "latest", "best" or a number. `dtype` is the dtype of the tensors, such as "f32"; by
+    default `model_dtype`, and for the adapters alone the trained dtype, which is lossless. Returns
+    the checkpoint's step.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.
@@ -56,7 +55,10 @@ def export_checkpoint(
     adapted = isinstance(specs, lora.Adapted)
     if only_adapters and not adapted:
         raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
-    chosen, params = _trained(config, specs=specs, run_dir=run_dir, step=step)
+    checkpoints = Checkpoints.reading(run_dir / "checkpoints")
+    chosen = _resolve_step(checkpoints, step)
+    like = checkpoint_view(_like(config, specs=specs))
+    params = checkpoints.restore(chosen, like).state.params
     if only_adapters:
         save_adapter(directory, params, specs=specs, base=str(base.directory), dtype=written)
         return chosen
@@ -65,16 +67,6 @@ def export_checkpoint(
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
     huggingface.save(directory, params, model.config, dtype=written, source=base)
     return chosen
-
-
-def _trained(
-    config: Config | SupervisedConfig, *, specs: Any, run_dir: Path, step: str
-) -> tuple[int, Params]:
-    """Returns the checkpoint's step and its trained parameters."""
-    checkpoints = Checkpoints.reading(run_dir / "checkpoints")
-    chosen = _resolve_step(checkpoints, step)
-    like = checkpoint_view(_like(config, specs=specs))
-    return chosen, checkpoints.restore(chosen, like).state.params
 
 
 def _resolve_step(checkpoints: Checkpoints, step: str) -> int:

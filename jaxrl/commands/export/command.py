@@ -50,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _load(file: Path) -> Config | SupervisedConfig:
-    """Reads the config.toml of a run, whose keys tell the command that trained; raises as
-    `toml_file.load`."""
+    """Reads a run's config.toml, whose keys tell which command trained; raises as `validate`."""
     tree = read_tree(file)
     marks = {("data", "completion_key"): SFTConfig, ("loss", "center_rewards"): RewardModelConfig}
     marks |= {("data", "chosen_key"): DPOConfig}

@@ -1,7 +1,7 @@
 """The available recipes, terms, estimators and parts, read from the code.
 
 A recipe's docstring is a summary that names its paper, and the sections "Formula:", "Args:",
-"Example:" and "Raises:". A parameter that it does not describe is that of `grpo`.
+"Example:" and "Raises:". `grpo` describes the parameters that a recipe's docstring leaves out.
 """
 
 import ast

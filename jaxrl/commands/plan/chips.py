@@ -19,8 +19,8 @@ class Chip:
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_rate: float | None = None  # memory bandwidth in bytes per second
     link_rate: float | None = None  # bytes per second that it sends over all its links
-    # XLA multiplies each token by its own experts. If not, each of a token's copies, one for each
-    # of its experts, is multiplied by all experts and masked.
+    # XLA multiplies each token by its own experts alone. If not, a token has a copy for each of its
+    # experts, and every copy is multiplied by all experts and masked.
     grouped: bool = True
 
 
@@ -47,8 +47,8 @@ def _gpu(*, tflops: tuple[float, float, float], **sheet: Any) -> Chip:
 
 
 # https://cloud.google.com/tpu/docs, the pages v5e, v5p, v6e and tpu7x in November 2026. Memory is
-# the part of the 16, 95, 32 and 192 GB that XLA lets a program use. A link's rate is that of one
-# direction. A tpu7x has two devices, each with half of it.
+# the part of the 16, 95, 32 and 192 GB that XLA lets a program use. Links are in one direction. A
+# tpu7x has two devices, each with half of it.
 TPUS: Mapping[str, Chip] = {
     "v5e": _tpu(gib=15.75, tflops=197, memory_tbs=0.819, links_gbs=200),
     "v5p": _tpu(gib=95.74, tflops=459, memory_tbs=2.765, links_gbs=600),
@@ -59,7 +59,7 @@ TPUS: Mapping[str, Chip] = {
 
 # NVIDIA's data sheets "A100 80GB Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU",
 # each SXM, and "Blackwell" (HGX B200). Tensor cores without sparsity; NVLink in one direction.
-# Memory is what the driver shows of the 80, 80, 141 and 180 GB.
+# Memory is the part of the 80, 80, 141 and 180 GB that the driver shows.
 GPUS: Mapping[str, Chip] = {
     "a100": _gpu(gib=79.1, tflops=(312, 156, 19.5), memory_tbs=2.039, links_gbs=300),
     "h100": _gpu(gib=79.1, tflops=(989.4, 494.7, 67), memory_tbs=3.35, links_gbs=450),

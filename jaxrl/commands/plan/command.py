@@ -27,7 +27,7 @@ from jaxrl.commands.plan.topology import open_topology
 from jaxrl.config.training import Config
 from jaxrl.huggingface import hub
 
-DOES_NOT_FIT = 5  # exit status; 1 to 4 are those of every command, see jaxrl.cli
+DOES_NOT_FIT = 5  # exit status; see jaxrl.cli for the others
 
 
 class PlanConfig(Config):

@@ -59,8 +59,8 @@ def plan_decoding(step: PlannedStep, cache: KVCache) -> Decoding:
 
 
 def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
-    """Counts the weights that a step of so many rows reads: all but an embedding that only looks up
-    rows, and of the experts at most those that its tokens choose."""
+    """Counts the weights that a step of `rows` rows reads: all but an untied embedding, and no more
+    experts than the tokens choose."""
     total = 0.0
     for path, one in models.flatten(specs).items():
         if path == "embed" and not config.tied:
@@ -113,7 +113,7 @@ def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decod
 
 
 def needed_memory(message: str) -> float | None:
-    """Parses the bytes of a program from the compiler's error; None if the error is another one."""
+    """Parses the bytes of a program from the compiler's out-of-memory error; None for others."""
     match = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM)", message)
     if "RESOURCE_EXHAUSTED" not in message or match is None:
         return None

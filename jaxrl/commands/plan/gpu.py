@@ -94,8 +94,8 @@ def memory_fraction() -> float:
 
 
 def _describe_to_cudnn(own: tuple[int, int]) -> None:
-    """Gives jax's checks of cuDNN's attention the compute capability of the described GPU; they
-    would ask for that of this machine."""
+    """Makes jax's checks of cuDNN's attention use the described GPU's compute capability, in place
+    of this machine's."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     def reaches(capability: str) -> bool:

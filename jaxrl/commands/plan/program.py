@@ -78,7 +78,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         sums=config.precision.sums,
         platform=step.layout.mesh.devices.flat[0].platform,
         donate_argnums=0,
-        keep_unused=True,  # a minibatch lies on the devices with all that it has
+        keep_unused=True,  # the devices hold the whole minibatch
         out_shardings=(step.state_shardings, None),
     )
     try:

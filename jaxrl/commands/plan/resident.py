@@ -135,8 +135,8 @@ def _critic(step: PlannedStep) -> float:
 
 
 def _cache(step: PlannedStep, layout: Layout) -> KVCache:
-    """Sizes the cache of `sampling.embedded`, sharded like activations: rows over the batch axes,
-    heads of keys and values over theirs, tokens and states over none."""
+    """Sizes the cache of `sampling.embedded`. Like activations it is sharded by row and by head of
+    keys and values, not by token; states only by row."""
     config, sizes, shards = step.config, step.model.config, layout.count("batch")
     precision = config.precision
     most = max_rows(config.sampling.max_batch, shards=shards)
@@ -185,7 +185,7 @@ def _cache(step: PlannedStep, layout: Layout) -> KVCache:
     moving = max(grown, begun, shrunk) - size
     hosts = {device.process_index for device in layout.mesh.devices.flat}
     if not single_turn and linear is None and len(hosts) == 1:
-        # Caches of the turns before. Those of a single batch, which shrank, are freed once the next
-        # one has begun; with several batches some are also held while it grows.
+        # Caches of earlier turns. A single batch's have shrunk and are freed once the next turn has
+        # begun; with several batches some are also held while the cache grows.
         moving = max(moving, size * 4 / 3) if one_batch else moving + KEPT * size
     return KVCache(rows=rows, slots=slots, size=size, moving=moving)

@@ -78,19 +78,17 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
         forward += 2.0 * tokens * parameter_count(program.step.specs.adapters)
         frozen = 2.0 * tokens * active_weights(config, specs)
     recomputed = 1 if remat in ("layer", "attention") else 0
-    devices = program.step.layout.mesh.size
+    mesh = program.step.layout.mesh
     run = forward * (3 + recomputed) - frozen
     run += masked * (3 + recomputed - (frozen > 0))
     compute = memory = links = None
     found = products(program.step.config.precision, chip)
     if found is not None:
-        compute = run / devices / found.rate
+        compute = run / mesh.size / found.rate
     if chip.memory_rate is not None:
         # Every pass writes and reads gathered weights; state is read and written once.
         gathered = parameter_count(specs) * program.step.config.precision.compute.itemsize
-        gathered /= (
-            program.step.layout.mesh.shape["tensor"] * program.step.layout.mesh.shape["expert"]
-        )
+        gathered /= mesh.shape["tensor"] * mesh.shape["expert"]
         moved = 2 * (3 + recomputed) * gathered * program.microbatches
         moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
         memory = moved / chip.memory_rate

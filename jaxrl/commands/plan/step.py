@@ -20,7 +20,7 @@ from jaxrl.sharding import Layout, placed
 
 
 class PlannedStep(NamedTuple):
-    """Parts of the step."""
+    """Parts of a step before compilation."""
 
     config: Config  # with `train.row_length`
     recipe: Recipe

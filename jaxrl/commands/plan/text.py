@@ -254,7 +254,7 @@ def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
         yield (
             memory.activations,
             f"train.microbatch_tokens = {config.row_length} instead of {train.microbatch_tokens}: "
-            "one row at a time on each shard",
+            "a single row on each shard",
         )
     if config.row_length >= 8192 and config.mesh.context == 1:
         text = f"mesh.context = 2 or more: shards the {config.row_length} tokens of a row"

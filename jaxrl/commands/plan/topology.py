@@ -22,7 +22,7 @@ class Topology:
 
     name: str  # the requested name, e.g. "v5p:4x4x4"
     chip: Chip  # the kind of chip; its memory is what programs can use
-    devices: Sequence[Any]  # `jax.Device`s; those of TPUs and GPUs cannot run programs
+    devices: Sequence[Any]  # `jax.Device`s; described TPUs and GPUs cannot run programs
 
 
 def open_topology(name: str) -> Topology:
@@ -69,7 +69,7 @@ def _tpu_devices(name: str, kind: str, sizes: Sequence[int]) -> Sequence[Any]:
             f"topology {name!r} needs libtpu, XLA's compiler for TPUs, which works without a TPU: "
             "pip install 'jax[tpu]', or use cpu:8"
         )
-    # Without these libtpu queries the cloud's metadata server, and warns if there is none.
+    # Without these libtpu queries the cloud's metadata server, and warns if that fails.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-8")

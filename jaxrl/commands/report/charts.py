@@ -37,7 +37,7 @@ def _quantiles(metric: str) -> dict[str, str]:
     return _labels(metric, "min", "p10", "p50", "p90", "max")
 
 
-# The first chart, drawn large; the second where there is no reward: texts or pairs are learnt.
+# The first chart is drawn large: the reward, or the loss of runs on texts or pairs.
 _REWARD = Chart(
     "Reward",
     "mean of a step, and accuracy by greedy decoding",
@@ -49,9 +49,8 @@ _LOSS = _REWARD._replace(
     note="mean of a step, and the share of held-out pairs ranked correctly",
     metrics={"loss": "loss", "eval/accuracy": "held-out accuracy"},
 )
-# The others, by the group that they fold with. Metrics of different meaning have charts of their
-# own, because runs are compared in them: KL to the reference and divergence from the sampler are
-# two things.
+# The other charts, by the group that folds. A chart compares runs, so metrics of different meaning
+# have separate charts: KL to the reference is not divergence from the sampler.
 _GROUPS: Mapping[str, Sequence[Chart]] = {
     "Learning": (
         Chart(

@@ -44,9 +44,9 @@ class ServeConfig(ServerConfig):
     """Limit on prompt plus completion, in tokens; default: the model's own limit."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other machines can reach any address but loopback, so those need the
-    environment variable JAXRL_API_KEY, set to the same value where the learner runs. On loopback a
-    key is made that runs of the same user find by themselves."""
+    """Address to listen on. Any address but loopback is open to other machines and needs the
+    environment variable JAXRL_API_KEY, with the same value where the learner runs. On loopback a
+    key is made, and runs of the same user find it."""
 
     log: str = "vllm.log"
     """File for the server's output; further replicas add a number to its name."""
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
                 Replica(functools.partial(start, i, agent), note=note)
                 for i in range(config.replicas)
             )
-            # vLLM measures what a GPU has left while it starts, and nobody else may then take some.
+            # A starting vLLM measures the GPU's free memory, which must not change meanwhile.
             measured = config.device == "cuda" and config.kv_cache_bytes is None
             replicas = open_replicas(begun, stack, together=not measured)
             print("\n".join(replica.url for replica in replicas), flush=True)

@@ -8,7 +8,7 @@ from jaxrl.bridge import LocalServer, ServerFailedError
 from jaxrl.builders.servers import StartingServer
 
 _EVERY = 15.0  # seconds between two health checks
-_MISSES = 12  # failed checks in a row that mean it hangs; a weight update takes less
+_MISSES = 12  # failed checks in a row that count as a hang; a weight update takes less
 _LONGEST = 64.0  # seconds between two starts
 
 
@@ -26,8 +26,8 @@ class Replica(AbstractContextManager["Replica"]):
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the server; call `wait` before using it. `start` begins to start one, and stops
-        it at the end of the block.
+        """Starts the server; call `wait` before using it. `start` opens a block that begins a start
+        and stops the server at its end.
 
         Raises:
           ServerFailedError: if the server cannot be started.
@@ -85,7 +85,7 @@ def open_replicas(begun: Iterable[Replica], stack: ExitStack, *, together: bool)
     Iterating over `begun` starts each; `stack` stops them.
 
     Raises:
-      ServerFailedError: if one cannot be started or ends; at once, whichever is waited for.
+      ServerFailedError: as soon as any of them fails to start or ends.
     """
     replicas: list[Replica] = []
 

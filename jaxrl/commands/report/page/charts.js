@@ -34,8 +34,8 @@ function range(_, low, high) {
   return uPlot.rangeNum(low, high, 0.1, true);
 }
 
-// The value of a curve at the cursor: its newest point up to there. Past its end there is none;
-// without a cursor it is the last one.
+// The value of a curve at the cursor: its newest point up to there, and past its end "-". Without
+// a cursor it is the last one.
 function valueOf([steps, values]) {
   return (u, _v, _s, index) => {
     const step = index == null ? Infinity : u.data[0][index];

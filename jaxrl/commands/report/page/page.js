@@ -13,10 +13,10 @@ const brief = (v) => String(+v.toPrecision(3));
 const percent = (v) => `${(100 * v).toFixed(1)} %`;
 const duration = (s) => s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
-// A path as a word of a shell.
+// A path quoted for a shell.
 const quoted = (text) => /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
 
-// What a run came to: {name: [value, remark]}.
+// Results of a run: {name: [value, remark]}.
 function outcome(run) {
   const accuracy = run.series["eval/accuracy"], reward = run.series.reward, speed = run.series.tokens_per_second, found = {};
   if (accuracy) {
@@ -45,7 +45,7 @@ function tiles(runs) {
   return element("div", { className: "scroll card" }, [element("table", {}, [head, ...rows])]);
 }
 
-// What a run is: its algorithm, numerics, model and machine.
+// Facts of a run: its algorithm, numerics, model and machine.
 function facts(run) {
   const start = run.starts.at(-1), c = run.config;
   const words = [c["loss.name"], c.precision, c["model.path"], c["sampler.name"] && `${c["sampler.name"]} sampler`, start?.devices].filter(Boolean);

@@ -101,7 +101,7 @@ function completion(s, most) {
   const advantage = s.advantages.find((v) => v != null), parts = Object.entries(s.parts ?? {});
   const numbers = [["reward", s.reward == null ? "failed" : shown(s.reward)], ...(parts.length > 1 ? parts.map(([name, v]) => [name, shown(v)]) : []), ["advantage", shown(advantage)], ["tokens", `${s.length}${s.truncated ? ", truncated" : ""}`]];
   const tokens = s.tokens.map((text, i) => {
-    // The policy chose a token with an advantage; others are what the environment said.
+    // The policy chose a token with an advantage; others come from the environment.
     const span = element("span", { className: s.advantages[i] == null ? "token observed" : "token", textContent: text });
     span.style.background = tint(s[view.tint]?.[i], most);
     const known = [["advantage", s.advantages], ["probability", s.probabilities], ["entropy", s.entropies], ["beta", s.betas]].filter(([, values]) => values?.[i] != null);
