@@ -1,5 +1,5 @@
-"""GRPO on a Flax NNX decoder that knows nothing of jaxrl. The data and the tokenizer are those that
-`./scripts/quickstart.sh` makes. The module begins with random weights and learns to write digits.
+"""GRPO on a Flax NNX decoder that knows nothing of jaxrl. The module begins with random weights and
+learns to write digits. `./scripts/quickstart.sh` makes the data and the tokenizer.
 """
 
 import json

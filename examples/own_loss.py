@@ -1,4 +1,4 @@
-"""A loss of one's own: SAPO's soft gate in place of PPO's clip, plus a KL term.
+"""A custom loss: SAPO's soft gate in place of PPO's clip, plus a KL term.
 
 ./scripts/quickstart.sh          # makes the model and the data, once
 python examples/own_loss.py      # five steps: half a minute on 2 CPU cores
@@ -18,7 +18,7 @@ from jaxrl.losses import grpo, kl_penalty, objective, over_sampler, surrogate, t
 
 
 def soft_gate(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-    """A loss per token, to be minimised: its gradient fades as the ratio leaves 1. f32[B, T]."""
+    """Computes a loss per token, f32[B, T]; its gradient fades as the ratio leaves 1."""
     temperature = jnp.where(advantages > 0, 1.0, 1.05)
     return -advantages * jax.nn.sigmoid(temperature * (ratio - 1)) * 4 / temperature
 

@@ -26,7 +26,7 @@ def reward(completion: str, example: dict) -> float:
 
 
 def run(precision: str) -> list[float]:
-    """The mismatch in each step before its update: mean of exp |log pi - log mu|, minus 1."""
+    """Measures the mismatch before each update: mean of exp |log pi - log mu|, minus 1."""
     base, recipe = jaxrl.load(directory / "sft/model", precision=precision), grpo()
     learner = jaxrl.make_learner(
         base.model, recipe.objective, optimizer=optax.adamw(2e-4), precision=precision

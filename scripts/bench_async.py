@@ -18,7 +18,7 @@ from experiments.runs import CONFIGS, accuracies, markdown, parser, quickstart, 
 
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision
 from jaxrl.huggingface import Checkpoint
 
 SERVER_CORE, LEARNER_CORE = 1, 0
@@ -48,7 +48,7 @@ def main() -> None:
     with starting_server(
         ServerConfig(),
         Checkpoint(options.base / "sft" / "model"),
-        dtype=parse("fp32").sampler,
+        dtype=Precision.parse("fp32").sampler,
         log=options.directory / "vllm.log",
         note=print,
         max_model_len=64,

@@ -6,8 +6,8 @@ With --transport none it times the write alone, against a copy, without a server
 
 python scripts/bench_bridge.py --models M --params bf16 --transport none --repetitions 12
 
-With --transport store it times the way to hosts on slow links until they have the weights in their
-shared memory. What follows is a local load: pause, load and resume of the other transport.
+With --transport store it times the transfer over slow links into the shared memory of hosts. Pause,
+load and resume follow there as in the other transport.
 
 python scripts/bench_bridge.py --transport store --bandwidth 1Gbit --hosts 3
 """
@@ -21,7 +21,7 @@ from benchmarks import hosts
 from benchmarks.publishing import MODELS, measure, measure_write
 from benchmarks.timing import options, write
 
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision
 
 
 def main() -> None:
@@ -34,16 +34,13 @@ def main() -> None:
     parser.add_argument("--transport", choices=["memory", "none", "store"], default="memory")
     parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
     parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument(
-        "--changed", nargs="+", type=float, default=[0.2, 0.006], help="shares of the words"
-    )
     args = parser.parse_args()
     if args.transport == "store":
         through_store(args)
         return
     timed = write_alone if args.transport == "none" else through_memory
     for name, params in itertools.product(args.models, args.params):
-        precision = parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
+        precision = Precision.parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
         dtypes = {"params_dtype": precision.params, "wire": precision.wire}
         row = {"model": name, "params": params, "wire": args.wire}
         write(row | timed(name, **dtypes, repetitions=args.repetitions), args.out)
@@ -53,10 +50,8 @@ def through_store(args: argparse.Namespace) -> None:
     number, unit = args.bandwidth.removesuffix("bit")[:-1], args.bandwidth.removesuffix("bit")[-1]
     bandwidth = float(number) * {"M": 1e6, "G": 1e9}[unit] / 8
     for name in args.models:
-        wire = parse(f"fp32,wire={args.wire}").wire
-        for row in hosts.measure(
-            name, wire=wire, hosts=args.hosts, bandwidth=bandwidth, shares=args.changed
-        ):
+        wire = Precision.parse(f"fp32,wire={args.wire}").wire
+        for row in hosts.measure(name, wire=wire, hosts=args.hosts, bandwidth=bandwidth):
             write({"model": name, "link": args.bandwidth, "hosts": args.hosts, **row}, args.out)
 
 

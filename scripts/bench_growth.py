@@ -3,8 +3,8 @@
     python scripts/bench_growth.py runs/growth.jsonl --picture docs/pictures/growth.png
 
 Takes a quarter of an hour, with nothing else on the machine. The points of a panel are timed
-alternately. The model is that of shape S, the learner computes in f32; its minibatches have 4,096
-tokens, or two groups of completions of 64 tokens.
+alternately, three times each. The model has shape S. The learner computes in f32, on minibatches of
+4,096 tokens or of two groups of completions of 64 tokens.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from benchmarks.shapes import ANSWER, SHAPES
 from benchmarks.timing import Run, alternate, summary, write
 from experiments.runs import plain_parser
 
-from jaxrl.core.precision import PRESETS
-from jaxrl.models.families import DecoderConfig
+from jaxrl.core import PRESETS
+from jaxrl.models import DecoderConfig
 
 TOKENS, COMPLETION = 4096, 64
 LAYERS, VOCABULARIES = (2, 4, 8, 16), (1024, 4096, 16384, 65536)
@@ -117,14 +117,13 @@ def main() -> None:
     parser = plain_parser(__doc__)
     parser.add_argument("out", type=Path, help="file of the results, JSON lines")
     parser.add_argument("--picture", type=Path, required=True)
-    parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure = matplotlib.figure.Figure(figsize=(13, 7), layout="constrained")
     axes = figure.subplots(2, 3).flat
     for axis, panel in zip(axes, panels(), strict=True):
         runs = {(name, p.x): p.run for name, points in panel.lines.items() for p in points}
-        seconds = alternate(runs, repetitions=args.repetitions)
+        seconds = alternate(runs, repetitions=3)
         for name, points in panel.lines.items():
             for p in points:
                 rates = [p.units / s for s in seconds[name, p.x]]

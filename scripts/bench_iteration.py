@@ -3,8 +3,8 @@
 scripts/install_peers.sh    # TRL and Tunix, in environments of their own
 python scripts/bench_iteration.py --peers .venv-peers
 
-All programs have the same model, prompts, lengths and learning rate, and take their iterations in
-turn. Peers compute in f32.
+All programs have the same model, prompts, lengths and learning rate, and take turns. Peers compute
+in f32.
 """
 
 import contextlib
@@ -14,34 +14,31 @@ from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.iteration.pace import ANSWER, GROUP, PROMPT, PROMPTS
-from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, compared, options, write
 
 TOKENS = PROMPTS * GROUP * (PROMPT + ANSWER)
+SHAPE, ROWS, PEER_ROWS = "S", 4, 16  # sequences per microbatch
 
 
 def main() -> None:
     parser = options(__doc__, repetitions=3)
-    parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16_master"])
-    parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch of jaxrl")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
-    parser.add_argument("--peer-rows", type=int, default=16, help="sequences per microbatch")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as programs:
-        material = peers.write_material(Path(made), args.shape)
+        material = peers.write_material(Path(made), SHAPE)
         commands = {
-            f"jaxrl {precision}": [sys.executable, "run_jaxrl.py", *material, args.rows, precision]
+            f"jaxrl {precision}": [sys.executable, "run_jaxrl.py", *material, ROWS, precision]
             for precision in args.precisions
         }
         for name, program in (peers.installed(args.peers) if args.peers else {}).items():
-            commands[name] = [*program, *material, args.peer_rows]
+            commands[name] = [*program, *material, PEER_ROWS]
         runs = {
             name: programs.enter_context(peers.started(*command))
             for name, command in commands.items()
         }
         seconds = alternate(runs, repetitions=args.repetitions)
-    row = {"shape": args.shape, "prompts": PROMPTS, "group": GROUP}
+    row = {"shape": SHAPE, "prompts": PROMPTS, "group": GROUP}
     row |= {"prompt": PROMPT, "completion": ANSWER}
     ours = f"jaxrl {args.precisions[0]}"
     write(row | compared(seconds, tokens=TOKENS, ours=ours), args.out)

@@ -1,7 +1,7 @@
 """Measures speed and memory of the learner's step, as JSON lines.
 
-python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--baseline DIR]
-    [--torch DIR] [--peers DIR]
+python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--torch DIR]
+    [--peers DIR]
 
 The dtypes of a shape and the baselines are timed alternately.
 """
@@ -17,13 +17,14 @@ from benchmarks.learning import LENGTH, SEQUENCES, SINGLE
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
 
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision
 
 PRECISION = {"f32": "fp32", "bf16": "bf16_master", "f16": "fp16_master"}
+PEER_ROWS = 16  # sequences per microbatch of torch and TRL
 
 
 @contextmanager
-def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, Run]]:
+def trl_step(directory: Path, shape: str) -> Iterator[tuple[str, Run]]:
     """Starts TRL's trainer; yields its name with a function that takes a step in f32."""
     found = peers.installed(directory)
     name = next((name for name in found if name.startswith("TRL")), None)
@@ -31,7 +32,7 @@ def trl_step(directory: Path, shape: str, *, rows: int) -> Iterator[tuple[str, R
         raise SystemExit(f"--peers {directory}: TRL is missing; run scripts/install_peers.sh")
     with tempfile.TemporaryDirectory() as made:
         material = peers.write_material(Path(made), shape)
-        with peers.started(*found[name], *material, rows, "step") as run:
+        with peers.started(*found[name], *material, PEER_ROWS, "step") as run:
             yield f"{name} f32", run
 
 
@@ -42,12 +43,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
     parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--elided", action="store_true", help="time it without roundings, too")
-    parser.add_argument("--baseline", type=Path, help="directory with a plain jax_step.py")
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
     parser.add_argument("--peers", type=Path, help="time TRL of scripts/install_peers.sh in f32")
-    parser.add_argument(
-        "--torch-rows", type=int, default=16, help="sequences per microbatch of torch and TRL"
-    )
     args = parser.parse_args()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape in args.shapes:
@@ -58,22 +55,18 @@ def main() -> None:
             work=SINGLE,
             microbatch=args.rows * LENGTH,
         )
-        precisions = {dtype: parse(PRECISION[dtype]) for dtype in args.dtypes}
+        precisions = {dtype: Precision.parse(PRECISION[dtype]) for dtype in args.dtypes}
         built = {dtype: build(precision=precision) for dtype, precision in precisions.items()}
         runs = {dtype: one.run for dtype, one in built.items()}
         for dtype in args.dtypes:
             if args.elided:
                 runs[f"no roundings {dtype}"] = build(precision=precisions[dtype], elide=True).run
-            if args.baseline and dtype in plain.FLAGS:
-                step = plain.step(args.baseline, shape, dtype=dtype, rows=args.rows)
-                runs[f"hand-written JAX {dtype}"] = step
             if args.torch and dtype in plain.FLAGS:
-                step = plain.torch_step(args.torch, shape, dtype=dtype, rows=args.torch_rows)
+                step = plain.torch_step(args.torch, shape, dtype=dtype, rows=PEER_ROWS)
                 runs[f"hand-written torch {dtype}"] = step
         with ExitStack() as programs:
             if args.peers and "f32" in args.dtypes:
-                trl = trl_step(args.peers, shape, rows=args.torch_rows)
-                name, run = programs.enter_context(trl)
+                name, run = programs.enter_context(trl_step(args.peers, shape))
                 runs[name] = run
             seconds = alternate(runs, repetitions=args.repetitions)
         tokens, flops = SEQUENCES * LENGTH, learning.step_flops(shape)

@@ -23,7 +23,7 @@ from benchmarks import plain, sampling, serving
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
 
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def embedded(
         runs["hand-written JAX"] = plain.loop(baseline, shape, dtype=dtype)
     with ExitStack() as servers:
         if args.beside_vllm:
-            served = parse(f"fp32,sampler={dtype}").sampler
+            served = Precision.parse(f"fp32,sampler={dtype}").sampler
             drawn = serving.drawn(SHAPES[shape], dtype=served, limits=limits, in_flight=in_flight)
             runs["vLLM"] = servers.enter_context(drawn)
         yield runs
@@ -82,7 +82,7 @@ def main() -> None:
         if args.sampler == "embedded":
             made = embedded(shape, args, dtype=dtype, limits=limits)
         else:
-            served = parse(f"fp32,sampler={dtype}").sampler
+            served = Precision.parse(f"fp32,sampler={dtype}").sampler
             made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
         with made as runs:
             seconds = alternate(runs, repetitions=args.repetitions)

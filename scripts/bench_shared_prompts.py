@@ -2,7 +2,8 @@
 
 python scripts/bench_shared_prompts.py --prompt 1024 --completion 128 --group 8 --groups 4
 
-Both compute the same gradient; they are timed alternately. Memory is that of the compiled step.
+Both compute the same gradient in f32, with shape S; they are timed alternately. Memory is what the
+compiled step needs.
 """
 
 from functools import partial
@@ -12,14 +13,11 @@ from benchmarks.learning import Groups
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, compared, options, write
 
-from jaxrl.core.precision import PRESETS
+from jaxrl.core import PRESETS
 
 
 def main() -> None:
     parser = options(__doc__, repetitions=5)
-    parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--precision", choices=PRESETS, default="fp32")
-    parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens")
     parser.add_argument("--completion", type=int, default=128, help="tokens")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
@@ -28,17 +26,17 @@ def main() -> None:
     args = parser.parse_args()
     build = partial(
         learning.learner_step,
-        SHAPES[args.shape],
-        precision=PRESETS[args.precision],
-        remat=args.remat,
+        SHAPES["S"],
+        precision=PRESETS["fp32"],
+        remat="matmuls",
         work=Groups(args.groups, args.group, args.prompt, args.completion),
         microbatch=args.microbatch,
     )
     steps = {"plain": build(shared=False), "shared": build(shared=True)}
     runs = {name: one.run for name, one in steps.items()}
     seconds = alternate(runs, repetitions=args.repetitions)
-    keys = ("shape", "precision", "remat", "prompt", "completion", "group", "groups")
-    row = {key: getattr(args, key) for key in keys}
+    keys = ("prompt", "completion", "group", "groups")
+    row = {"shape": "S"} | {key: getattr(args, key) for key in keys}
     for name, one in steps.items():
         row |= {f"{name} token passes": one.passes, f"{name} step MiB": one.mib}
     row |= {"fewer token passes": steps["plain"].passes / steps["shared"].passes}

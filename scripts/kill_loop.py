@@ -56,8 +56,8 @@ def main() -> int:
 def disturb(
     command: list[str], run_dir: Path, *, chance: random.Random, longest: float, kills: int
 ) -> Counter[str]:
-    """Runs a command to its end and kills it up to `kills` times before; returns how often, by what
-    it was doing.
+    """Runs a command to its end, after up to `kills` kills; counts the kills by the activity that
+    they interrupted.
 
     Raises:
       RuntimeError: if the run fails for another reason.

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl import huggingface
-from jaxrl.huggingface.config import convert
-from jaxrl.models import spec
-from jaxrl.models.parameters import param_specs
+from jaxrl.huggingface import from_hf_config
+from jaxrl.models import init, param_specs
 
 SIZES = {"sft": 20_000, "train": 4_000, "held_out": 400}
 FORGETS = 0.65  # share of carries that are dropped
@@ -86,9 +85,9 @@ def write_untrained(
     """Writes a Hugging Face checkpoint with random weights. `model` is config.json without the
     vocabulary, `tokenizer` is tokenizer.json, with <|pad|> as 0 and <|end|> as 1."""
     ids = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1}
-    config = convert.from_hf_config(model | ids)
+    config = from_hf_config(model | ids)
     f32 = jnp.dtype(jnp.float32)
-    params = spec.init(param_specs(config), jax.random.key(seed), dtype=f32)
+    params = init(param_specs(config), jax.random.key(seed), dtype=f32)
     huggingface.save(directory, params, config, dtype=f32)
     (directory / "tokenizer.json").write_text(tokenizer)
     described = {

@@ -22,18 +22,12 @@ DOCUMENT = SCRIPTS.parent / "docs" / "speed.md"
 
 
 class Benchmark(NamedTuple):
-    """A benchmark of the table.
+    """A benchmark of the table."""
 
-    Attributes:
-      name: of the file with its results.
-      work: first column, formatted with the facts of each result.
-      command: script and arguments.
-      needs: options of this script that its comparisons need, and the names they are passed on by.
-    """
-
-    name: str
-    work: str
-    command: str
+    name: str  # of the file with its results
+    work: str  # first column, formatted with the facts of each result
+    command: str  # script and arguments
+    # Options of this script that its comparisons need -> the script's option.
     needs: Mapping[str, str] = MappingProxyType({})
 
 
@@ -93,16 +87,12 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--plain", type=Path, help="directory of torch_step.py and jax_decode.py")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
-    names = [benchmark.name for benchmark in BENCHMARKS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, str]] = []
     machine, version, dates = "", "", set[str]()
     for benchmark in BENCHMARKS:
         file = args.directory / f"{benchmark.name}.jsonl"
-        if not file.exists() and benchmark.name not in args.only:
-            continue
         if not file.exists():
             measure(benchmark, file, given=vars(args))
         for result in map(json.loads, file.read_text().splitlines()):
@@ -116,7 +106,7 @@ def main() -> None:
 
 
 def measure(benchmark: Benchmark, file: Path, *, given: dict[str, Any]) -> None:
-    """Runs a benchmark; its results are in `file` if it has ended well."""
+    """Runs a benchmark; `file` has its results once it succeeds."""
     command = [sys.executable, *benchmark.command.split()]
     command[1] = str(SCRIPTS / command[1])
     for option, path in benchmark.needs.items():

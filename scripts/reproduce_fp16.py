@@ -3,7 +3,8 @@
     python scripts/reproduce_fp16.py runs/fp16
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
-Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh).
+Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
+use --parts sanity.
 """
 
 import tempfile
@@ -20,10 +21,6 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/fp16"))
     parser.add_argument("--quick", action="store_true", help="one rollout and its check")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=sanity.ALGORITHMS, default=[*sanity.ALGORITHMS]
-    )
-    parser.add_argument("--ablated", nargs="*", choices=sanity.ALGORITHMS, default=["GRPO"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     arguments = parser.parse_args()
     if arguments.quick:
@@ -38,7 +35,7 @@ def main() -> None:
         compare(directory)
     if "sanity" in arguments.parts:
         for seed in arguments.seeds:
-            for cell in sanity.cells(arguments.algorithms, ablated=arguments.ablated):
+            for cell in sanity.CELLS:
                 sanity.run_cell(directory, cell, seed=seed)
     show(directory)
 

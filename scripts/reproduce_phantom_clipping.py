@@ -20,7 +20,6 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
-    parser.add_argument("--rows", nargs="+", type=int, default=range(len(phantom.ROWS)))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
     if arguments.quick:
@@ -31,9 +30,8 @@ def main() -> None:
     directory = arguments.directory.absolute()
     grid.set_up(directory)
     phantom.write_material(directory, model=phantom.DEEP, seeds=arguments.seeds)
-    rows = [[*phantom.ROWS][i] for i in arguments.rows]
     for sampler in arguments.samplers:
-        phantom.train_rows(directory, sampler=sampler, rows=rows, seeds=arguments.seeds)
+        phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)
     show(directory)
 
 

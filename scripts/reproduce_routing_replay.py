@@ -17,10 +17,8 @@ from experiments.runs import CONFIGS, config, markdown, plain_parser
 from reproduce import scoring
 from reproduce.phantom import DEEP, write_material
 
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.casts import cast
-from jaxrl.core.precision import parse
-from jaxrl.diagnostics.ratio.split import split, split_log_ratio
+from jaxrl.core import Minibatch, Rollout, cast
+from jaxrl.diagnostics import split, split_log_ratio
 from jaxrl.training.run import open_run
 
 PRECISIONS = ("phantom", "bf16_master", "fp16_master", "fp32")
@@ -73,7 +71,7 @@ def measured(material: Path, precision: str) -> tuple[float, dict[str, float], d
     with open_run(config(CONFIGS / "phantom_clipping.toml", keys)) as (run, state, progress):
         rollouts = scoring.sampled(run, progress)
         given = scoring.minibatch(run, rollouts)
-        moved = _moved(run, cast(state.policy.params, parse(precision).compute), given)
+        moved = _moved(run, cast(state.policy.params, run.config.precision.compute), given)
         free = scoring.minibatch(run, [_forgotten(one) for one in rollouts])
         return moved, _split(run, state, free), _split(run, state, given)
 

@@ -68,7 +68,7 @@ def command(material: Path, run_dir: Path, *, steps: int) -> list[str]:
 
 
 def differences(run_dir: Path, undisturbed: Path) -> list[str]:
-    """Returns the files of a finished run that must equal those of another and do not."""
+    """Returns the files of a finished run that must equal another run's and do not."""
     read_by = {
         "config.toml": _config,
         "metrics.jsonl": _metrics,
@@ -82,7 +82,7 @@ def differences(run_dir: Path, undisturbed: Path) -> list[str]:
 
 
 def kept(run_dir: Path) -> list[str]:
-    """Returns what lies in the directory of checkpoints: steps, and left-overs."""
+    """Lists the directory of checkpoints: steps and left-overs."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Hosts of servers on slow links: seconds until the last of them has a version from a store."""
+"""Hosts of servers on slow links: seconds until all have a version from a store."""
 
 import json
 import socket
@@ -15,21 +15,17 @@ from benchmarks.link import Link
 from benchmarks.publishing import MODELS
 from benchmarks.web_store import web_store
 
-from jaxrl.bridge.base import TensorSpec, Timings
+from jaxrl.bridge import AgentProcess, ParamsSource, Store, StorePublisher, TensorSpec, Timings
 from jaxrl.bridge.in_vllm.relay import SOCKET
-from jaxrl.bridge.source import ParamsSource
-from jaxrl.bridge.store.objects import Store
-from jaxrl.bridge.store.process import AgentProcess
-from jaxrl.bridge.store.publisher import StorePublisher
-from jaxrl.core.precision import DType
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
+from jaxrl.core import DType
+from jaxrl.models import decoder, init
 
 _KEY = "a key"
+_CHANGED = (0.2, 0.006)  # shares of the words that change before a version
 
 
 class _Host:
-    """Stands in for a server whose host has a link of its own; loads nothing."""
+    """A stand-in for a server behind its own link; loads nothing."""
 
     url, connected = "", True
 
@@ -55,7 +51,7 @@ class _Host:
 
 
 class _Weights:
-    """A `WeightSource` of which a share of the words changes by its lowest bit in every version."""
+    """A `WeightSource` that flips the lowest bit of a share of its words."""
 
     def __init__(self, name: str, dtype: DType) -> None:
         config = MODELS[name]
@@ -78,10 +74,8 @@ class _Weights:
         yield from self._tensors.items()
 
 
-def measure(
-    name: str, *, wire: DType, hosts: int, bandwidth: float, shares: list[float]
-) -> Iterator[dict[str, float]]:
-    """Publishes the whole weights, then versions of which shares of the words changed.
+def measure(name: str, *, wire: DType, hosts: int, bandwidth: float) -> Iterator[dict[str, float]]:
+    """Publishes the whole weights, then versions with shares of the words changed.
 
     Learner and hosts each have a link of `bandwidth` bytes a second to one nginx.
 
@@ -104,7 +98,7 @@ def measure(
         publisher = stack.enter_context(
             StorePublisher(servers, Store(url, _KEY), wire=wire, sampler=wire)
         )
-        for version, share in enumerate([1.0, *shares]):
+        for version, share in enumerate([1.0, *_CHANGED]):
             if version:
                 weights.change(share, seed=version)
             before = [list(link.sent) for link in links]

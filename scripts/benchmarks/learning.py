@@ -1,7 +1,7 @@
 """The learner's step as a benchmark, with its memory and FLOPs: on groups of completions, with and
 without shared prompts."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,45 +10,39 @@ from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
 from jaxrl.commands.plan.roofline import forward_flops
-from jaxrl.core.batch import Minibatch, given_rollout
-from jaxrl.core.compiled import jit
-from jaxrl.core.packing import SHARED, MinibatchShape, pack_minibatch
-from jaxrl.core.precision import Precision
-from jaxrl.learner.policy import make_learner
+from jaxrl.core import (
+    SHARED,
+    Minibatch,
+    MinibatchShape,
+    Precision,
+    given_rollout,
+    jit,
+    pack_minibatch,
+)
+from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
+from jaxrl.models import DecoderConfig, decoder, init
 
 SEQUENCES, LENGTH = 64, PROMPT + ANSWER
 LEARNING_RATE, CLIP_NORM = 1e-6, 1.0
-_BLOCK = 128  # tokens, of which rows with shared prompts are multiples
+_BLOCK = 128  # tokens; rows with shared prompts have a multiple
 
 
 class Built(NamedTuple):
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-      run: takes one step.
-      jaxpr: of the step.
-      passes: tokens that pass through the layers.
-      mib: memory of the compiled program: arguments and temporaries.
-    """
-
-    run: Run
-    jaxpr: Any
-    passes: int
-    mib: float
+    run: Run  # takes one step
+    passes: int  # tokens that pass through the layers
+    mib: float  # memory of the compiled program: arguments and temporaries
 
 
 class Groups(NamedTuple):
-    """Groups of completions: their number, completions of a group, tokens of prompts and
-    completions."""
+    """Groups of completions."""
 
-    count: int
-    size: int
-    prompt: int
-    completion: int
+    count: int  # of groups
+    size: int  # completions of a group
+    prompt: int  # tokens
+    completion: int  # tokens
 
 
 SINGLE = Groups(SEQUENCES, 1, PROMPT, ANSWER)  # full rows of one sequence each
@@ -64,17 +58,9 @@ def learner_step(
     shared: bool = False,
     elide: bool = False,
 ) -> Built:
-    """Compiles a step of GRPO with AdamW on random weights and tokens.
-
-    Args:
-      config: of the model.
-      precision: the dtype policy.
-      remat: see `decoder`.
-      work: the completions.
-      microbatch: most tokens of a microbatch.
-      shared: whether the completions of a group share their prompt, in one long row.
-      elide: whether XLA may leave out roundings.
-    """
+    """Compiles a step of GRPO with AdamW on random weights and tokens, with at most `microbatch`
+    tokens in a microbatch. If `shared`, a group shares its prompt, in one long row. If `elide`, XLA
+    may leave out roundings."""
     model = decoder(config, remat=remat)
     shape = _row_shape(work, microbatch=microbatch, shared=shared)
     minibatch = _minibatch(work, shape, vocabulary=config.vocab_size)
@@ -83,8 +69,8 @@ def learner_step(
     )
     learner = make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
     state = jit(learner.init)(init(model.specs, jax.random.key(0), dtype=precision.params))
-    traced = jit(learner.step, donate_argnums=0).trace(state, minibatch)
-    step = traced.lower().compile({"xla_allow_excess_precision": elide})
+    lowered = jit(learner.step, donate_argnums=0).lower(state, minibatch)
+    step = lowered.compile({"xla_allow_excess_precision": elide})
     memory = step.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     held += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -94,11 +80,11 @@ def learner_step(
         state, metrics = step(state, minibatch)
         jax.block_until_ready((state, metrics))
 
-    return Built(run, traced.jaxpr.jaxpr, minibatch.batch.tokens.size, held / 2**20)
+    return Built(run, minibatch.batch.tokens.size, held / 2**20)
 
 
 def _minibatch(work: Groups, shape: MinibatchShape, *, vocabulary: int) -> Minibatch:
-    """Draws completions whose sampler log-probs are those of a uniform policy with noise, close to
+    """Draws completions with the log-probs of a uniform policy plus noise, close to the learner's
     random weights."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(100, vocabulary, (work.count, work.prompt)).tolist()

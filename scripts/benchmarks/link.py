@@ -32,7 +32,7 @@ class Link:
           target: the server's port.
           bandwidth: bytes per second of all connections, in each direction.
           delay: seconds that a connection waits before its first byte.
-          damage: what arrives of a block from the server; None cuts the connection.
+          damage: changes a block from the server; None cuts the connection.
         """
         self._target, self._delay, self._damage = target, delay, damage
         self._bandwidth = bandwidth

@@ -1,4 +1,4 @@
-"""Trainers in environments of their own, TRL's and Tunix's, and the model and prompts of all."""
+"""TRL and Tunix in their own environments, and the model and prompts of all trainers."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl import huggingface
-from jaxrl.models import spec
-from jaxrl.models.parameters import param_specs
+from jaxrl.models import param_specs, spec
 
 PROGRAMS = Path(__file__).parent / "iteration"
 NAMES = {"trl": "TRL", "google_tunix": "Tunix"}  # of packages
 
 
 def installed(directory: Path) -> dict[str, list[str]]:
-    """Finds the peers of scripts/install_peers.sh: the start of a command, by name and version."""
+    """Maps the name and version of peers from scripts/install_peers.sh to their command."""
     found = {}
     for package, name in NAMES.items():
         for info in directory.resolve().glob(f"*/lib/*/site-packages/{package}-*.dist-info"):

@@ -1,5 +1,5 @@
-"""Hand-written baselines: `jax_step.py`, `jax_decode.py` and `torch_step.py` in a directory, with
-settings from the command line and JAX weights from models/."""
+"""Hand-written baselines from a directory. `torch_step.py`, `jax_decode.py` and its `jax_step.py`
+read their settings from the command line."""
 
 import contextlib
 import importlib
@@ -13,23 +13,6 @@ import jax.numpy as jnp
 from benchmarks.timing import Run
 
 FLAGS = {"f32": "fp32", "bf16": "bf16"}
-
-
-def step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
-    """Builds a GRPO step on 64 sequences, `rows` per microbatch."""
-    with _started(directory, shape, dtype, "--attn", "cvjp", "--micro", str(rows)):
-        base = importlib.import_module("jax_step")
-    fixed, old = base.fixed_batch(shape), base.old_logps(shape)
-    tokens = jnp.concatenate([fixed["prompt_ids"], fixed["completion_ids"]], axis=1)
-    weights = jax.tree.map(jnp.asarray, base.load())
-    state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)), jnp.float32(0))
-    compiled = jax.jit(base.step, donate_argnums=(0, 1, 2))
-
-    def run(_: int) -> None:
-        nonlocal state
-        *state, _, _ = jax.block_until_ready(compiled(*state, tokens, fixed["adv"], old))
-
-    return run
 
 
 def loop(directory: Path, shape: str, *, dtype: str) -> Run:
@@ -49,10 +32,10 @@ def loop(directory: Path, shape: str, *, dtype: str) -> Run:
 
 
 def torch_step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
-    """Builds the step in torch, which its first call compiles."""
+    """Builds a GRPO step in torch on 64 sequences, `rows` per microbatch; compiles at first."""
     with _started(directory, shape, dtype, "--micro", str(rows), "--compile"):
         common: Any = importlib.import_module("common")
-        # The program times itself and prints the result; here it is timed with the others.
+        # The program would time itself and print the result.
         common.timed = lambda step, n: (0.0, [{"wall": 1.0}])
         common.record = lambda *args, **kwargs: None
         program = importlib.import_module("torch_step")
@@ -61,7 +44,7 @@ def torch_step(directory: Path, shape: str, *, dtype: str, rows: int) -> Run:
 
 @contextlib.contextmanager
 def _started(directory: Path, shape: str, dtype: str, *flags: str) -> Iterator[None]:
-    """Lets programs of the directory be imported, anew, as if started with these settings."""
+    """Allows a fresh import of the directory's programs, as if started with these settings."""
     for name in ("jax_decode", "jax_base", "jax_step", "torch_step", "common"):
         sys.modules.pop(name, None)
     sys.path.insert(0, str(directory))

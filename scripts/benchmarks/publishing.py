@@ -11,18 +11,18 @@ from benchmarks import serving
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Run, alternate
 
-from jaxrl.bridge import payload
-from jaxrl.bridge.base import Timings
-from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge import (
+    LocalServer,
+    ParamsSource,
+    SharedMemoryPublisher,
+    Timings,
+    VllmServer,
+    headers,
+    payload,
+)
 from jaxrl.bridge.safetensors_file import plan_file
-from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import LocalServer
-from jaxrl.bridge.shared_memory import SharedMemoryPublisher
-from jaxrl.bridge.source import ParamsSource
-from jaxrl.core.casts import cast
-from jaxrl.core.precision import DType
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
+from jaxrl.core import DType, cast
+from jaxrl.models import decoder, init
 
 _HALF_BILLION = dataclasses.replace(  # the sizes of Qwen2.5-0.5B
     SHAPES["S"],
@@ -59,8 +59,8 @@ def measure(
 ) -> tuple[int, dict[str, list[float]]]:
     """Times the parts of a publish, `copy` and `vLLM reload`, alternately and after one warm-up.
 
-    `copy` moves as many bytes within touched memory, a half in each of two threads; `vLLM reload`
-    reads the checkpoint from the page cache.
+    `copy` moves the same number of bytes within touched memory, in two threads; `vLLM reload` reads
+    the checkpoint from the page cache.
 
     Returns:
       (bytes on the wire, seconds of each).
@@ -92,7 +92,7 @@ def measure_write(
     name: str, *, params_dtype: DType, wire: DType, repetitions: int
 ) -> tuple[int, dict[str, list[float]]]:
     """Times the write of a payload and its parts, alternately and after one warm-up, without a
-    server. `copy` is that of `measure`, and `source` fetches the tensors.
+    server. `copy` is the same as in `measure`; `source` fetches the tensors.
 
     Returns:
       (bytes on the wire, seconds of each).
@@ -116,6 +116,6 @@ def measure_write(
 
 
 def _reload(server: LocalServer) -> None:
-    url, headers = f"{server.url}/collective_rpc", auth.headers(server.api_key)
-    with httpx2.Client(headers=headers, timeout=300, trust_env=False) as client:
+    url, own = f"{server.url}/collective_rpc", headers(server.api_key)
+    with httpx2.Client(headers=own, timeout=300, trust_env=False) as client:
         client.post(url, json={"method": "reload_weights"}).raise_for_status()

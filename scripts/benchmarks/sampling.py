@@ -9,19 +9,14 @@ from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run
 
 from jaxrl.commands.plan.roofline import active_weights
-from jaxrl.core.precision import parse
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
-from jaxrl.sampling.base import SamplingParams, Turn
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.models import DecoderConfig, decoder, init
+from jaxrl.sampling import EmbeddedSampler, SamplingParams, Turn
 
 GROUP = 8  # completions per prompt
 
 
 def windowed(shape: str, *, window: int | None, every: int) -> DecoderConfig:
-    """Returns a model with a window, in tokens, on all layers, on every other one, and so on; with
-    None it has none."""
+    """Returns a model with a window, in tokens, on `every` n-th layer; None leaves it out."""
     config = SHAPES[shape]
     windows = tuple(None if i % every else window for i in range(config.num_layers))
     return dataclasses.replace(config, windows=windows)
@@ -37,22 +32,15 @@ def embedded(
     sums: str = "any",
     together: bool = True,
 ) -> Run:
-    """Builds a run of the embedded sampler: random weights, groups of GROUP completions without a
-    stop sequence.
+    """Builds a run of the embedded sampler with random weights, on groups of GROUP completions with
+    i[N] `limits` and no stop sequence.
 
-    Args:
-      config: of the model.
-      dtype: of weights and products.
-      limits: i[N] tokens of each completion.
-      in_flight: the most completions decoded at once.
-      prompt: tokens of each prompt.
-      sums: see `Precision`.
-      together: whether all completions are one request; otherwise each `in_flight` are one, and a
-        request follows the end of the one before.
+    At most `in_flight` completions are decoded at once. Unless they are requested `together`, each
+    `in_flight` completions are a request, and the next one waits for its end.
     """
     model = decoder(config)
     weights = init(model.specs, jax.random.key(0), dtype=jnp.dtype(jnp.float32))
-    precision = parse(f"fp32,wire={dtype},sampler={dtype},sums={sums}")
+    precision = f"fp32,wire={dtype},sampler={dtype},sums={sums}"
     sampler = EmbeddedSampler(model, weights, precision=precision, max_batch=in_flight)
     turns = asked(config, limits, prompt=prompt)
     size = len(turns) if together else in_flight
@@ -79,8 +67,8 @@ def equal(sequences: int) -> np.ndarray:
 
 
 def lognormal(sequences: int) -> np.ndarray:
-    """Draws lengths as they are in reinforcement learning: a lognormal distribution of median
-    ANSWER / 4, and a tenth that is truncated at ANSWER."""
+    """Draws lengths typical of reinforcement learning: lognormal with median ANSWER / 4, and a
+    tenth of them truncated at ANSWER."""
     rng = np.random.default_rng(0)
     found = np.clip(rng.lognormal(np.log(ANSWER / 4), 0.8, sequences), 1, ANSWER).astype(int)
     found[rng.permutation(sequences)[: sequences // 10]] = ANSWER

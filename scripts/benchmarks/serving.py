@@ -15,19 +15,12 @@ from benchmarks.shapes import ANSWER, PROMPT
 from benchmarks.timing import Run
 
 from jaxrl import huggingface
-from jaxrl.bridge.in_vllm import auth
-from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import LocalServer
-from jaxrl.bridge.shared_memory import SharedMemoryPublisher
-from jaxrl.bridge.source import ParamsSource
+from jaxrl.bridge import LocalServer, ParamsSource, SharedMemoryPublisher, VllmServer, headers
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.core.precision import DType
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.model import decoder
-from jaxrl.models.spec import Params, init
-from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.vllm.sampler import VllmSampler
+from jaxrl.core import DType
+from jaxrl.models import DecoderConfig, Params, decoder, init
+from jaxrl.sampling import SamplingParams, VllmSampler
 
 
 @contextmanager
@@ -65,7 +58,7 @@ def connected(
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
             max_requests=requests,
-            headers=auth.headers(started.api_key),
+            headers=headers(started.api_key),
         )
         yield started, sampler
         sampler.close()
@@ -126,14 +119,14 @@ def _body(prompt: np.ndarray, *, seed: int) -> bytes:
 
 async def _ask_all(server: LocalServer, bodies: list[bytes], streams: list) -> None:
     address = urllib.parse.urlsplit(server.url)
-    headers = "".join(f"{name}: {text}\r\n" for name, text in auth.headers(server.api_key).items())
+    own = "".join(f"{name}: {text}\r\n" for name, text in headers(server.api_key).items())
     while len(streams) < len(bodies):
         streams.append(await asyncio.open_connection(address.hostname, address.port))
 
     async def ask(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (
             f"POST /inference/v1/generate HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"{headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"{own}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).lower()

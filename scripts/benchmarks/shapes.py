@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxrl.models.families import DecoderConfig
-from jaxrl.models.rope import Rope
+from jaxrl.models import DecoderConfig, Rope
 
 PROMPT, ANSWER = 64, 192  # tokens
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from experiments.runs import plain_parser
 
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision
 
 _UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
@@ -56,7 +56,7 @@ def processor() -> str:
 def matmul_peak(dtype: str) -> float:
     """Measures FLOP/s of a large matrix product with operands in `dtype` and an f32 result."""
     size = 2048
-    x = jnp.ones((size, size), parse(f"fp32,sampler={dtype}").sampler)
+    x = jnp.ones((size, size), Precision.parse(f"fp32,sampler={dtype}").sampler)
     product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
     seconds = alternate({"": lambda _: product(x).block_until_ready()}, repetitions=8)
     return 2 * size**3 / min(seconds[""])
@@ -70,8 +70,8 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def compared(
     seconds: Mapping[str, Sequence[float]], *, tokens: int, ours: str = "jaxrl"
 ) -> dict[str, Any]:
-    """Summarises the tokens/s of one run beside those of the others, by what they took for
-    `tokens`, and how its speed compares with theirs by round."""
+    """Summarises the tokens/s of a run and of the others, and their ratio in each round; each run
+    took these seconds for `tokens`."""
     rates = {name: [tokens / s for s in values] for name, values in seconds.items()}
     own, beside = rates.pop(ours), {}
     for name, values in rates.items():

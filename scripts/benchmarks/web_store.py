@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxrl.bridge.servers.launch import free_port
+from jaxrl.bridge import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "store_nginx.conf"
 

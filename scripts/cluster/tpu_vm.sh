@@ -5,7 +5,7 @@
 #   scripts/cluster/tpu_vm.sh NAME ZONE train CONFIG.toml  # the same command resumes the run
 #
 # Checked by shellcheck and with a stand-in for gcloud; not run on a slice. Paths in the config are
-# those of the hosts; run_dir lies on storage that all share, such as a bucket mounted with gcsfuse.
+# paths on the hosts; run_dir lies on shared storage, such as a bucket mounted with gcsfuse.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then

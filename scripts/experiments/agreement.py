@@ -15,18 +15,13 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl.core.compiled import jit
-from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
-from jaxrl.core.precision import Precision, parse
-from jaxrl.environments.episodes.single_turn import as_rollout
-from jaxrl.huggingface.config.convert import from_hf_config
-from jaxrl.learner.policy import make_learner
+from jaxrl.core import MinibatchShape, Precision, jit, pack_minibatch, unpack
+from jaxrl.environments import as_rollout
+from jaxrl.huggingface import from_hf_config
+from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models.attention.blocks import sequence_alignment
-from jaxrl.models.model import Model, decoder
-from jaxrl.models.spec import Params, init
-from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.models import Model, Params, decoder, init, sequence_alignment
+from jaxrl.sampling import EmbeddedSampler, SamplingParams
 
 PRECISIONS = ("fp32", "bf16_master", "fp16_master")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -59,7 +54,7 @@ def make_model(family: str) -> tuple[Model, Params]:
         "hidden_act": "silu",
     }
     model = decoder(from_hf_config(settings | FAMILIES[family]))
-    params = init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
+    params = init(model.specs, jax.random.key(0), dtype=Precision.parse("fp32").params)
     return model, {**params, "head": 3 * params["head"]}
 
 
@@ -101,7 +96,7 @@ def main() -> None:
         model, params = make_model(family)
         cells = []
         for name, sums in columns:
-            precision = dataclasses.replace(parse(name), sums=sums)
+            precision = dataclasses.replace(Precision.parse(name), sums=sums)
             found = differences(model, params, precision, replay_routing=bool(replayed))
             cells.append(f"{found.std():.1e}, {100 * np.mean(found == 0):.1f} %")
         print(f"| {family}{replayed} |", " | ".join(cells), "|", flush=True)

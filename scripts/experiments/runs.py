@@ -53,8 +53,8 @@ def finished(run_dir: Path) -> bool:
 
 
 def trained(file: Path, changes: Mapping[str, object]) -> Entries:
-    """Returns the metrics of a run; trains or resumes it first if it is not complete. Among the
-    changes of the config file is "run_dir".
+    """Returns a run's metrics; trains or resumes it first if it is not complete. The changes contain
+    "run_dir".
 
     Raises:
       KeyboardInterrupt: if a signal ended the run.
@@ -88,7 +88,7 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_table(document: Path, name: str, table: str) -> None:
-    """Replaces the table between the marks of a name, or adds one behind the last table."""
+    """Replaces the table between a name's marks, or adds one after the last table."""
     text, begin, end = document.read_text(), f"<!-- table: {name} -->\n", "<!-- end of table -->\n"
     if begin in text:
         head, _, rest = text.partition(begin)

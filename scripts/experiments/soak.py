@@ -3,8 +3,8 @@
     ./scripts/quickstart.sh && ./scripts/install_vllm.sh
     python scripts/experiments/soak.py runs/soak [--steps 300] [--between 20 60] [--seed 0]
 
-Fails if a step is missing or double, if the rollouts made are not the sum of those trained on,
-dropped and waiting, or if they are not the prompts taken. A kill counts once its process is gone.
+Fails if a step is missing or double, if the sampled rollouts are not the sum of trained, dropped
+and waiting ones, or do not match the prompts taken. A kill counts once its process is gone.
 """
 
 import argparse
@@ -25,17 +25,16 @@ from typing import Any
 
 from runs import CONFIGS, Entries, accuracies, parser, quickstart, rollouts
 
-from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import free_port
+from jaxrl.bridge import VllmServer, free_port
 from jaxrl.tracking.tracker import read_metrics
 
 COMMAND = [sys.executable, "-m", "jaxrl.cli"]
+SERVERS = 2
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("directory", type=Path)
-    made.add_argument("--servers", type=int, default=2)
     made.add_argument("--steps", type=int, default=300)
     made.add_argument("--between", type=float, nargs=2, default=(20.0, 60.0), metavar="SECONDS")
     made.add_argument("--seed", type=int, default=0)
@@ -52,11 +51,11 @@ def servers(options: argparse.Namespace) -> Iterator[list[int]]:
     """Runs servers that restart after a failure; yields their ports."""
     first, log = free_port("127.0.0.1", 0), options.directory / "vllm.log"
     command = [*COMMAND, "serve", str(options.base / "sft" / "model"), "--dtype", "f32"]
-    command += ["--port", str(first), "--replicas", str(options.servers)]
+    command += ["--port", str(first), "--replicas", str(SERVERS)]
     command += ["--max_model_len", "64", "--log", str(log)]
     with subprocess.Popen(command) as supervisor:
         try:
-            ports = [first + i for i in range(options.servers)]
+            ports = [first + i for i in range(SERVERS)]
             while not all(_healthy(port) for port in ports):
                 if supervisor.poll() is not None:
                     raise RuntimeError(f"the servers did not start; see {log}")
@@ -73,8 +72,8 @@ def soak(
     ports: Sequence[int],
     between: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """Trains to the end, restarting what is killed: a process after a random number of seconds in
-    the range `between`, none if it is None. The seed is that of the run and of the kills.
+    """Trains to the end. Kills a process, and restarts it, every `between` seconds (a range to draw
+    from; None kills none). Run and kills have the same seed.
 
     Raises:
       RuntimeError: if the run fails for another reason, or its counts do not add up.
@@ -157,8 +156,7 @@ def _check(entries: Entries, *, steps: int) -> None:
 
 
 def _check_position(run_dir: Path, *, steps: int) -> None:
-    """Checks the counts against prompts, which are numbered when they are taken: each was sampled
-    once, or still is being sampled."""
+    """Checks that each prompt taken was sampled once or is still being sampled."""
     saved = run_dir / "checkpoints" / str(steps) / "host" / "metadata"
     host = json.loads(saved.read_text())["host"]
     sampled, running = host["counts"]["sampled"], len(host["running"])

@@ -9,8 +9,8 @@ import numpy as np
 from experiments.runs import CONFIGS, config, markdown
 from reproduce import scoring
 
-from jaxrl.core.batch import Rollout
-from jaxrl.environments.episodes.single_turn import as_rollout
+from jaxrl.core import Rollout
+from jaxrl.environments import as_rollout
 from jaxrl.training.run import open_run
 
 TOKENS = 192  # of a completion; sampled past its end to study long sequences
@@ -21,9 +21,9 @@ Scores = dict[str, np.ndarray]  # "learner bf16", "vllm bf16", ...: f64[sequence
 
 
 def measured(directory: Path, keys: Mapping[str, object]) -> Scores:
-    """Scores 64 sequences of the embedded sampler in f32 with learners in three dtypes and vLLM
-    servers in two. The scores are kept in `directory`, beside the logs. Among the config `keys` are
-    "model.path" and "data.path"."""
+    """Scores 64 sequences of the embedded sampler in f32, with learners in three dtypes and vLLM
+    servers in two, and keeps the scores in `directory`. `keys` contain "model.path" and
+    "data.path"."""
     file = directory / "scores.npz"
     if file.exists():
         return dict(np.load(file))

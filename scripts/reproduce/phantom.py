@@ -16,16 +16,13 @@ from reproduce.grid import Entries, curve, early, found
 
 from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.config.sampler import ServerConfig
-from jaxrl.core.batch import TokenBatch
-from jaxrl.core.precision import parse
+from jaxrl.core import Precision, TokenBatch
 from jaxrl.huggingface import Checkpoint
-from jaxrl.losses import ratios
-from jaxrl.losses.ratios import Ratio
-from jaxrl.losses.scores import Scores
+from jaxrl.losses import Ratio, Scores, on_policy, over_anchor, over_sampler, shadowed
 from jaxrl.training.run import open_run
 
 CONFIG = CONFIGS / "phantom_clipping.toml"
-# Deep, narrow and with large weights: rounding is large compared with what a layer adds.
+# Deep, narrow and with large weights: rounding is large compared with a layer's contribution.
 DEEP = make_arithmetic.MODEL | {
     "num_hidden_layers": 24,
     "hidden_size": 32,
@@ -93,19 +90,18 @@ def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping
     return rollouts(trained(CONFIG, {**keys, **more, **ROWS[row]}))
 
 
-def train_rows(directory: Path, *, sampler: str, rows: Sequence[str], seeds: Sequence[int]) -> None:
-    """Trains a sampler's missing rows, one row with all seeds after the other. vLLM has a server
-    for each dtype, which the first row that needs it starts."""
-    there = [row for row in rows if row in SAMPLERS[sampler]]
+def train_rows(directory: Path, *, sampler: str, seeds: Sequence[int]) -> None:
+    """Trains a sampler's missing runs, row by row. vLLM has a server for each dtype, started by the
+    first row that needs it."""
     urls: dict[np.dtype, str] = {}
     with ExitStack() as servers:
-        for row, seed in ((row, seed) for row in there for seed in seeds):
+        for row, seed in ((row, seed) for row in SAMPLERS[sampler] for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
             if finished(run_dir):
                 continue
             more = COARSE if sampler == "fp8" else {}
             if sampler == "vllm":
-                dtype = parse(ROWS[row].get("precision", "phantom")).sampler
+                dtype = Precision.parse(ROWS[row].get("precision", "phantom")).sampler
                 if dtype not in urls:
                     starting = servers.enter_context(_server(directory, dtype))
                     urls[dtype] = starting.wait().url
@@ -138,8 +134,8 @@ def steps_to_near(entries: Entries) -> float:
 
 def probed(row: str, entries: Entries, name: str) -> float:
     """Averages a probe's share over the first ten rollouts, for the row's own loss."""
-    # The probe counts what the ratio over the sampler would clip. The shadowed ratio clips part of
-    # that, by differences of JAX and the sampler in one dtype; the others do not use the sampler.
+    # The probe counts tokens that the ratio over the sampler would clip. The shadowed ratio clips a
+    # part of them, since JAX and the sampler differ even in one dtype; the others use no sampler.
     if row == SHADOWED and name != "probe/phantom":
         return float("nan")
     return early([entries], name)[0] if "loss.ratio" not in ROWS[row] else 0.0
@@ -201,10 +197,10 @@ def check_directions(directory: Path) -> list[str]:
     shares = {
         name: phantom_share(ratio, scores, batch.batch)
         for name, ratio in (
-            ("over the sampler", ratios.over_sampler),
-            ("over the anchor: beta removed", ratios.over_anchor),
-            ("r = 1", ratios.on_policy),
-            ("shadowed", ratios.shadowed),
+            ("over the sampler", over_sampler),
+            ("over the anchor: beta removed", over_anchor),
+            ("r = 1", on_policy),
+            ("shadowed", shadowed),
         )
     }
     more = SHORT | {"train.steps": "2", "train.updates_per_rollout": "1", "probe.every": "1"}

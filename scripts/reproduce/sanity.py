@@ -26,6 +26,9 @@ PRECISIONS = {"bf16": "bf16_master", "fp16": "fp16_master", "f32": "fp32"}
 SAMPLERS = {"bf16": "bf16", "fp16": "f16", "f32": "f32"}
 CANDIDATES = 200  # prompts to choose the perfectible ones from
 Cell = tuple[str, str, str]  # algorithm, training dtype, sampler dtype
+# Every algorithm with equal dtypes on both sides, and GRPO with others.
+CELLS: list[Cell] = [(name, dtype, dtype) for name in ALGORITHMS for dtype in PRECISIONS]
+CELLS += [("GRPO", a, b) for a in PRECISIONS for b in SAMPLERS if a != b]
 
 
 def write_material(directory: Path) -> None:
@@ -62,15 +65,6 @@ def _jaxrl(*arguments: str) -> None:
         raise SystemExit(status)
 
 
-def cells(
-    algorithms: Sequence[str] = tuple(ALGORITHMS), *, ablated: Sequence[str] = tuple(ALGORITHMS)
-) -> list[Cell]:
-    """Lists the runs: `algorithms` with equal dtypes for both sides, `ablated` with others."""
-    matched = [(name, dtype, dtype) for name in algorithms for dtype in PRECISIONS]
-    crossed = [(name, a, b) for name in ablated for a in PRECISIONS for b in SAMPLERS if a != b]
-    return matched + crossed
-
-
 def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
     """Trains one run."""
     algorithm, training, served = cell
@@ -90,7 +84,7 @@ def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
 
 def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
     """Reads the finished runs, sorted by seed."""
-    return found(directory / "runs", {cell: f"{'-'.join(cell)}-[0-9]*" for cell in cells()})
+    return found(directory / "runs", {cell: f"{'-'.join(cell)}-[0-9]*" for cell in CELLS})
 
 
 def collapse(accuracy: np.ndarray) -> int | None:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core.batch import Minibatch, Rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.learner.policy import LearnerState
+from jaxrl.core import Minibatch, MinibatchShape, Rollout, pack_minibatch
+from jaxrl.learner import LearnerState
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import collect
 from jaxrl.training.run import Run

@@ -1,6 +1,6 @@
-"""Lets any trainer take one iteration at a time, by way of its reward function.
+"""Steps any trainer through single iterations, by its reward function.
 
-Imported by programs in environments of their own, so it needs nothing but Python.
+Programs in other environments import it, so it needs only Python.
 """
 
 import os
@@ -15,8 +15,8 @@ LEARNING_RATE = 1e-6
 class Pace:
     """Stops a trainer when an iteration's last completion is rewarded, and waits for the parent.
 
-    From there to the same place in the next iteration a trainer learns, publishes and samples
-    once. The parent gets a line for each, and answers when the next one may begin.
+    Between two stops a trainer learns, publishes and samples once. The parent gets a line at each
+    stop, and answers when the trainer may continue.
     """
 
     def __init__(self) -> None:
