@@ -53,8 +53,8 @@ def finished(run_dir: Path) -> bool:
 
 
 def trained(file: Path, changes: Mapping[str, object]) -> Entries:
-    """Returns a run's metrics; trains or resumes it first if it is not complete. The changes contain
-    "run_dir".
+    """Returns a run's metrics; trains or resumes it first if it is not complete. "run_dir" is among
+    the changes.
 
     Raises:
       KeyboardInterrupt: if a signal ended the run.

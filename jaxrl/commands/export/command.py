@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _load(file: Path) -> Config | SupervisedConfig:
-    """Reads a run's config.toml, whose keys tell which command trained; raises as `validate`."""
+    """Reads a run's config.toml, by the command that trained; raises as `toml_file.load`."""
     tree = read_tree(file)
     marks = {("data", "completion_key"): SFTConfig, ("loss", "center_rewards"): RewardModelConfig}
     marks |= {("data", "chosen_key"): DPOConfig}
