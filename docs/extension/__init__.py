@@ -24,7 +24,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def _write(app: Sphinx, page: str, source: list[str]) -> None:
-    # On GitHub a link shows the name of its file, here that of the page.
+    # A link's text is a file name on GitHub; on the site it becomes the page's name.
     source[0] = re.sub(r"\[(\w+)\.md\]\(", lambda m: f"[{m[1].replace('_', ' ')}](", source[0])
     if page in PAGES:
         source[0] += PAGES[page]()

@@ -6,7 +6,7 @@ _SEVERAL = re.compile(r"^(  \w+), (\w+): ")
 
 
 def to_rst(lines: list[str], *, kind: str) -> list[str]:
-    """Escapes what reStructuredText would read as markup, except in examples and formulas."""
+    """Escapes reStructuredText's markup characters, except in examples and formulas."""
     done, verbatim = list[str](), False
     if kind in ("attribute", "data", "property"):  # napoleon would read a first line "type: text"
         done += ["..", ""]

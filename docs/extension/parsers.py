@@ -16,7 +16,7 @@ class Key(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a config; the keys outside of all tables have the name ""."""
+    """A table of a config; the keys outside all tables have the name ""."""
 
     name: str
     text: str
@@ -42,7 +42,7 @@ def tables(made: argparse.ArgumentParser) -> list[Table]:
 
 
 def own_options(made: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Returns the arguments of a command that are no config keys, without --help."""
+    """Returns the arguments of a command that are not config keys, without --help."""
     keys = {key.name for table in tables(made) for key in table.keys}
     return [action for action in made._actions if action.dest not in keys and action.dest != "help"]
 

@@ -1,7 +1,7 @@
 """The reference of the library's public names, made from its faces.
 
-A face is a package whose `__init__.pyi` lists its names, with the module that each comes from. A
-page of docs/reference holds markers, which the reference of names replaces:
+A face is a package whose `__init__.pyi` lists its names and the module of each. A page of
+docs/reference holds markers, which Sphinx's directives for the names replace:
 
 `<!-- names of jaxrl.losses from ratios -->`
     the names that the face lists from `jaxrl/losses/ratios.py`; several modules are separated by
@@ -29,8 +29,8 @@ MARKER = re.compile(r"<!-- names of (\S+)(?: from ([\w. ]+))? -->")
 
 @functools.cache
 def homes(face: str) -> dict[str, str]:
-    """Returns the names that a face lists, each with its module, which is the face itself for a
-    module that the face lists as a whole."""
+    """Maps each name of a face to its module. A module that the face lists as a whole maps to the
+    face itself."""
     return {
         alias.name: f"{face}.{node.module}" if node.module else face
         for node in ast.parse(_path(face, "/__init__.pyi").read_text()).body
@@ -40,7 +40,7 @@ def homes(face: str) -> dict[str, str]:
 
 
 def members(module: str) -> list[str]:
-    """Returns the public names that a module defines, less those that its room's face lists."""
+    """Returns the public names of a module, except names that its room's face lists itself."""
     found = list[str]()
     for node in ast.parse(_path(module, ".py").read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
