@@ -15,6 +15,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _write)
     app.connect("autodoc-skip-member", public_names.skip_field)
     app.connect("autodoc-process-signature", public_names.hide_signature)
+    app.connect("viewcode-follow-imported", public_names.find_home)
     before_napoleon = 400
     app.connect("autodoc-process-docstring", public_names.write_docstring, before_napoleon)
     for field in PyObject.doc_field_types:

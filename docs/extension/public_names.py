@@ -94,9 +94,17 @@ def write_docstring(
     module that its face takes it from."""
     face, _, short = name.rpartition(".")
     if kind == "data":
-        home = homes(face)[short] if _path(face, "/__init__.pyi").exists() else face
+        home = find_home(app, face, short)
         lines[:] = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", short), lines)
     lines[:] = docstrings.to_rst(lines, kind=kind)
+
+
+def find_home(app: Sphinx, module: str, name: str) -> str:
+    """Returns the module with the source of a name. An alias such as `dict[str, float]` does not
+    know it."""
+    if _path(module, "/__init__.pyi").exists():
+        return homes(module)[name.partition(".")[0]]
+    return module
 
 
 def hide_signature(
