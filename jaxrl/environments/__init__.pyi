@@ -1,5 +1,4 @@
 from . import builtin as builtin
-from .builtin import EnvironmentContext as EnvironmentContext
 from .episodes.base import (
     Environment as Environment,
     EpisodeError as EpisodeError,
@@ -7,6 +6,7 @@ from .episodes.base import (
     Step as Step,
 )
 from .episodes.chat import Chat as Chat
+from .episodes.context import EnvironmentContext as EnvironmentContext
 from .episodes.episode import (
     environment_reward as environment_reward,
     episode_metrics as episode_metrics,

@@ -4,34 +4,16 @@ A user's own environment is a class or function with the same signature: it take
 `EnvironmentContext`, and the other keys of the config table `environment` as keyword arguments.
 """
 
-import dataclasses
 import functools
-from collections.abc import Mapping
 
 from jaxrl.core import plugins
-from jaxrl.data.prompts import Tokenizer
 from jaxrl.environments.connectors.openenv import Server, Session
 from jaxrl.environments.connectors.verifiers import Host
 from jaxrl.environments.episodes import text_game as text_games
 from jaxrl.environments.episodes.agent import Agent
 from jaxrl.environments.episodes.base import Environment
-from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.episodes.context import EnvironmentContext
 from jaxrl.environments.episodes.verifiers import VerifiersEpisode
-from jaxrl.environments.tools.schema import Tool
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentContext:
-    """The policy's side of an environment."""
-
-    tokenizer: Tokenizer
-    tools: Mapping[str, Tool]  # of the config, by name
-
-    @functools.cached_property
-    def chat(self) -> Chat:
-        """The renderer of chat messages; raises ValueError if the chat template is missing or drops
-        messages."""
-        return Chat(self.tokenizer)
 
 
 def agent(

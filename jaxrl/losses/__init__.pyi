@@ -1,4 +1,4 @@
-from . import from_config as from_config, preference as preference, recipes as recipes
+from . import preference as preference, recipes as recipes
 from .aggregation import (
     fixed_length as fixed_length,
     sequence_mean_token_mean as sequence_mean_token_mean,
@@ -25,7 +25,7 @@ from .controllers import (
     controlled as controlled,
 )
 from .corrections import gamma_shaped as gamma_shaped, masked as masked, truncated as truncated
-from .from_config import build as build
+from .from_config import build as build, loss_arguments as loss_arguments
 from .imitation import (
     cross_entropy as cross_entropy,
     observation_likelihood as observation_likelihood,

@@ -85,7 +85,7 @@ def build(
         needed = [key for key, p in declared.items() if p.default is p.empty]
         given = {key: known[key] for key in needed if key in known} | dict(given)
         own, more = plugins.divide_parameters(function, Terms, given, key="loss")
-        keywords = arguments(function, own)
+        keywords = loss_arguments(function, own)
         with blaming(function, name=name):
             made = function(**keywords)
         recipe = _as_recipe(made, name=name)
@@ -100,7 +100,7 @@ def build(
 
 
 def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
-    terms = arguments(Terms, values)
+    terms = loss_arguments(Terms, values)
     if terms.get("aggregation") is aggregation.fixed_length:
         if "max_length" not in known:
             raise ValueError(
@@ -111,9 +111,13 @@ def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, 
     return terms
 
 
-def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def loss_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Converts keyword arguments of the table [loss] to the function's annotations: names become
     parts, "none" becomes None where that is allowed; numbers, texts and booleans stay.
+
+    Example:
+      >>> loss_arguments(recipes.grpo, {"kl": 0.001, "ratio": "over_anchor"})
+      {'kl': 0.001, 'ratio': over_anchor}
 
     Raises:
       ValueError: for an unknown name or a value of another type; the message names the key.

@@ -13,7 +13,7 @@ from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import Metrics, Minibatch, cast, check_parameters, jit, load_function, naming_keys
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
-from jaxrl.losses import Scores, from_config, objective, preference
+from jaxrl.losses import Scores, loss_arguments, objective, preference
 from jaxrl.losses.preference import PairLoss
 from jaxrl.models import Params, lora
 from jaxrl.training.supervised.fit import FitResult, check_resumable
@@ -67,7 +67,7 @@ def load_loss(config: PairLossConfig) -> PairLoss:
     make = load_function(config.name, builtin=preference, key="loss.name")
     check_parameters(make, config.parameters, key="loss")
     loss = naming_keys(
-        lambda given: make(**from_config.arguments(make, given)),
+        lambda given: make(**loss_arguments(make, given)),
         config.parameters,
         key="loss",
         name=config.name,

@@ -1,0 +1,23 @@
+"""The argument of every function that creates an environment."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxrl.data.prompts import Tokenizer
+from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.tools.schema import Tool
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentContext:
+    """The policy's side of an environment."""
+
+    tokenizer: Tokenizer
+    tools: Mapping[str, Tool]  # of the config, by name
+
+    @functools.cached_property
+    def chat(self) -> Chat:
+        """The renderer of chat messages; raises ValueError if the chat template is missing or drops
+        messages."""
+        return Chat(self.tokenizer)
