@@ -146,7 +146,10 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__profile_steps": [1]}, "train.profile_steps = [1]: the list is too short (First"),
         ({"model__path": ""}, "model.path = '': the text is empty; leave the key out"),
         ({"sampling__stop": ["x", ""]}, "sampling.stop = ['x', '']: the text is empty"),
-        ({"model__path": "a\0"}, "model.path = 'a\\x00': a text of valid characters is expected"),
+        (
+            {"model__path": "a\0"},
+            "model.path = 'a\\x00': a text of valid characters without NUL is expected",
+        ),
         ({"model__path": "\ud800"}, "model.path = '\\ud800': a text of valid characters"),
         ({"train__steps": 2**63}, "train.steps = 9223372036854775808: a number of at most 64 bits"),
         (
@@ -156,7 +159,10 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"optimizer__learning_rate": 1e-320}, "optimizer.learning_rate = 1e-320: a number of 32"),
         ({"loss__kl": 1e308}, "loss.kl = 1e+308: a number of 32 bits is expected"),
         ({"reward__timeout": 1e9}, "reward.timeout = 1000000000.0: input should be less than or"),
-        ({"sampler__name": "vllm", "sampler__url": ["x:1"]}, "sampler.url = 'x:1': an address is"),
+        (
+            {"sampler__name": "vllm", "sampler__url": ["x:1"]},
+            "sampler.url = 'x:1': expected an address, such as",
+        ),
         (
             {"sampler__name": "vllm", "sampler__store": "file:///x"},
             "'file:///x' is for running servers",

@@ -19,6 +19,7 @@ from jaxrl.core.casts import as_served
 from jaxrl.core.precision import parse
 from jaxrl.huggingface import pretrained
 from jaxrl.huggingface.files import SINGLE
+from jaxrl.huggingface.tokenizer import read_end_ids
 from jaxrl.models import spec
 from jaxrl.models.parameters import param_specs
 from tests.models.references import FAMILIES, assert_same_model, checkpoint
@@ -188,9 +189,10 @@ def test_save_replaces_an_earlier_save(tiny, tmp_path):
 
 
 def test_generation_config_adds_end_ids(broken):
-    assert huggingface.Checkpoint(broken).end_ids == (1,)
+    config = huggingface.Checkpoint(broken).config
+    assert read_end_ids(broken, config) == (1,)
     (broken / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
-    assert huggingface.Checkpoint(broken).end_ids == (1, 7)
+    assert read_end_ids(broken, config) == (1, 7)
 
 
 def change(directory, function):
@@ -333,7 +335,7 @@ def test_unrepresentable_values_are_named(broken):
         ("tokenizer.json", "7", r"/tokenizer\.json: transformers cannot load"),
         ("tokenizer_config.json", "7", r"tokenizer_config\.json holds 7"),
         ("tokenizer_config.json", '{"eos_token": 5}', r"tokenizer_config\.json.*: transformers"),
-        ("tokenizer_config.json", '{"eos_token": "new"}', "token .* has the id 6., but vocab_size"),
+        ("tokenizer_config.json", '{"eos_token": "new"}', "token .* has the id 6. but vocab_size"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template=5 is not a valid text"),
         ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "is not a valid text"),
         ("special_tokens_map.json", "null", r"special_tokens_map\.json holds None"),
