@@ -1,7 +1,7 @@
 """Three seeds of one run in a single program: `vmap` over their states, `scan` over minibatches.
 
 ./scripts/quickstart.sh       # makes the model and the data, once
-python examples/sweep.py      # four rounds: a minute on 2 CPU cores
+python examples/sweep.py      # four rounds
 """
 
 import functools
