@@ -47,12 +47,15 @@ if [ -z "$fast" ] && [ "$(uname)" = Linux ]; then
     install_others &
     others=$!
 fi
+scripts/fetch_tokenizers.sh &
+tokenizers=$!
 scripts/make_venv.sh .venv-test requirements-dev.txt requirements-torch.txt
 bin=.venv-test/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-logo --no-cache
 "$bin/pyrefly" check --python-interpreter-path "$bin/python"
+wait "$tokenizers"
 
 # Tests marked `whole` wait for servers and processes, so two cores have work for three workers. The others compute.
 tests=("$bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
