@@ -1,7 +1,6 @@
 """The base class of every config table, and the types that its keys share."""
 
 import math
-import operator
 import typing
 import urllib.parse
 from collections.abc import Iterator
@@ -65,7 +64,7 @@ Plain = Annotated[float | int | bool | str, PlainValidator(_plain)]
 
 # A dtype policy; files hold its text.
 DtypePolicy = Annotated[
-    Precision, PlainValidator(Precision.of), PlainSerializer(operator.attrgetter("text"))
+    Precision, PlainValidator(Precision.of), PlainSerializer(lambda precision: precision.text)
 ]
 
 RunDir = Annotated[
