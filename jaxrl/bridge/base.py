@@ -77,6 +77,8 @@ def marker(text: str) -> str | None:
 UNFINISHED = "bridge unfinished:"
 # Follows `REFUSED` if no learner has connected since the engine started.
 NOT_CONNECTED = "no learner has connected"
+# Follows `REFUSED` if the server has ended a publish whose learner was silent for too long.
+LAPSED = "this publish lapsed"
 
 
 class RefusedError(RuntimeError):

@@ -103,14 +103,16 @@ def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], T
     """Updates all servers at once and returns the slowest one's timings, with `write` 0.
 
     Failed servers are skipped if at least one has taken the version: ending the run for one failed
-    server would leave some with the new weights and some with the old. Otherwise it raises the
-    worst error of `update`: PoisonedError, then RefusedError, then UnavailableError.
+    server would leave some with the new weights and some with the old. They count as not connected,
+    wherever they failed: in the store, at their host's agent, or in the engine. Otherwise it raises
+    the worst error of `update`: PoisonedError, then RefusedError, then UnavailableError.
     """
 
     def attempt(server: VllmServer) -> Timings | Exception:
         try:
             return update(server)
         except _FAILURES as error:
+            server.fail(error)
             return error
 
     with ThreadPoolExecutor(max(1, len(servers))) as pool:

@@ -171,6 +171,10 @@ class Recorder:
         self.tensors: dict[str, bytes] = {}
         self.version = -1
         self.failure: Exception | None = None
+        self.failed = ""  # message of the last version that it missed
+
+    def fail(self, error: Exception) -> None:
+        self.failed = str(error)
 
     def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
         self.root = Path(root)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxrl.bridge.base import (
+    LAPSED,
     POISONED,
     REFUSED,
     UNFINISHED,
@@ -20,6 +21,7 @@ from jaxrl.bridge.base import (
     UnavailableError,
 )
 from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.bridge.store.objects import StoreError
 from jaxrl.bridge.swap import swap_weights
 from jaxrl.builders.weight_sync import PublishToServers
 from jaxrl.sampling.vllm.sampler import VllmSampler
@@ -122,6 +124,44 @@ def test_a_failed_server_is_skipped_and_recovers(two, path, failure, kind):
     publish(servers, 9)
     assert [(v.version, v.paused) for v in (healthy, failing)] == [("9", False)] * 2
     assert all(server.connected for server in servers)
+
+
+def test_a_server_that_missed_a_version_before_its_update_is_not_used(two):
+    """As one whose host cannot fetch the version, or whose whole chunks cannot be written."""
+    (healthy, late), servers = two
+    publish(servers, 6)
+    full = StoreError("the store is full")
+
+    def update(server: VllmServer) -> Timings:
+        if server is servers[1]:
+            raise full
+        return server.update("payload", version=7, in_flight="keep")
+
+    swap_weights(servers, update)
+    assert (healthy.version, late.version) == ("7", "6")
+    assert [(server.connected, server.last_error) for server in servers] == [
+        (True, ""),
+        (False, str(full)),
+    ]
+    publish(servers, 8)
+    assert (healthy.version, late.version) == ("8", "8")
+    assert all(server.connected for server in servers)
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])
+def test_a_learner_whose_publish_lapsed_publishes_again(two, path):
+    """As one that was suspended for longer than the server's lease."""
+    (lapsed, _), servers = two
+    publish(servers[:1], 6)
+    respond, refusals = lapsed.respond, [(409, f"{REFUSED} {LAPSED}: publish again")]
+
+    def once(asked: str, body: dict[str, Any]) -> tuple[int, str]:
+        return refusals.pop() if asked == path and refusals else respond(asked, body)
+
+    lapsed.respond = once
+    publish(servers[:1], 7)
+    assert not refusals
+    assert (lapsed.version, lapsed.paused, servers[0].connected) == ("7", False, True)
 
 
 def test_server_with_another_dtype_is_skipped(two):

@@ -12,7 +12,7 @@ import os
 import urllib.parse
 from typing import Any
 
-from jaxrl.bridge.base import REFUSED, UNFINISHED, LearnerIdentity, marker
+from jaxrl.bridge.base import LAPSED, REFUSED, UNFINISHED, LearnerIdentity, marker
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, header_values, respond
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
@@ -85,7 +85,7 @@ class Lease:
             return f"the server takes weights from learner {name!r}; see {TAKE_OVER} in the docs"
         if path in _STEPS and self._expired:
             return (
-                f"this publish made no request for {self._seconds:g} s ({SECONDS}), so the server "
+                f"{LAPSED}: it made no request for {self._seconds:g} s ({SECONDS}), so the server "
                 "ended it; publish again"
             )
         return ""

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 
 from jaxrl.bridge.base import (
+    LAPSED,
     NOT_CONNECTED,
     POISONED,
     REFUSED,
@@ -101,6 +102,11 @@ class VllmServer:
             f"{', '.join(_TRIED)}); continuing"
         )
 
+    def fail(self, error: Exception) -> None:
+        """Records that the server missed a version: it counts as not connected, so that nothing is
+        sampled from it before `update` has connected it again."""
+        self.connected, self.last_error = False, str(error)
+
     def fetch(self, request: dict[str, Any]) -> PurePath | None:
         """Returns the directory of a version on the server's host, once the agent there has fetched
         it while the server samples; None if the agent needs the version whole.
@@ -117,11 +123,22 @@ class VllmServer:
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         """Pauses, loads the directory `payload` below the root, sets the version and resumes.
 
+        It begins again if the server has restarted, or has ended the publish while this process was
+        suspended.
+
         Raises:
           RefusedError: the old weights keep serving.
           PoisonedError: any other error while the server is paused; it stays paused.
           UnavailableError: the server does not answer.
         """
+        try:
+            return self._update(payload, version=version, in_flight=in_flight)
+        except RefusedError as error:
+            if not any(reason in str(error) for reason in (NOT_CONNECTED, LAPSED)):
+                raise
+        return self._update(payload, version=version, in_flight=in_flight)
+
+    def _update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:
         with self._tracked():
             self._reconnect()
             marks = [time.perf_counter()]
@@ -133,11 +150,8 @@ class VllmServer:
             marks.append(time.perf_counter())
             self._while_paused("/resume")
             marks.append(time.perf_counter())
-            if refusal is not None and NOT_CONNECTED not in str(refusal):
+            if refusal is not None:
                 raise refusal
-        if refusal is not None:  # the server restarted meanwhile
-            self.connected = False
-            return self.update(payload, version=version, in_flight=in_flight)
         pause, load, resume = (after - before for before, after in itertools.pairwise(marks))
         return Timings(pause=pause, load=load, resume=resume)
 
@@ -213,7 +227,7 @@ class VllmServer:
         try:
             yield
         except (ControlError, RefusedError, PoisonedError) as error:
-            self.connected, self.last_error = False, str(error)
+            self.fail(error)
             if isinstance(error, ControlError):
                 raise UnavailableError(str(error)) from error
             raise

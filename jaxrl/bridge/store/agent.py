@@ -12,6 +12,8 @@ import os
 import socketserver
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,17 @@ from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import digest, split
-from jaxrl.bridge.store.objects import Objects, Store
+from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store
 from jaxrl.bridge.store.version import StoredChunk
 
 _THREADS = 16  # concurrent requests
-_TRIES = 3  # for a chunk that arrives damaged
+_TRIES = 3  # for an object that arrives damaged or is not there yet, as behind a cache
+_PAUSE = 0.2  # seconds before the second try of a missing object; doubles
 _LONGEST = 500  # characters of an error
 
 
 class _MissingError(Exception):
-    """A chunk cannot be rebuilt from the objects of the store and the chunks of this host."""
+    """The version cannot be rebuilt from the objects of the store and the chunks of this host."""
 
 
 class StoreAgent:
@@ -86,10 +89,8 @@ class StoreAgent:
             if slot.name == request["manifest"]:  # for another server of this host
                 return slot.directory
         objects = self._objects(request["store"])
-        data = bytes(objects.get(request["manifest"]))
+        data = _intact(objects, request["manifest"])
         content = version.parse_version(data)
-        if version.name(data, version=content.version) != request["manifest"]:
-            raise ValueError(f"{request['manifest']} arrived damaged")
         if content.learner._asdict() != request["learner"]:
             raise ManifestError(f"{request['manifest']} is a version of another learner")
         if own and content.version < own[0].content.version:
@@ -128,15 +129,39 @@ def _rebuild(
         out[:] = np.frombuffer(objects.get(chunk.whole_name()), np.uint8)
 
     ways = [copy] * (chunk.digest in held)
-    ways += [difference] * _TRIES * (chunk.base in held) + [whole] * _TRIES * chunk.whole
-    for way in ways:
+    ways += [difference] * (chunk.base in held) + [whole] * chunk.whole
+    if not any(_tried(way, lambda: digest(out.data) == chunk.digest) for way in ways):
+        raise _MissingError
+
+
+def _intact(objects: Objects, name: str) -> bytes:
+    """Returns a manifest whose bytes have the digest in its name; raises _MissingError or
+    StoreError."""
+    found = b""
+
+    def get() -> None:
+        nonlocal found
+        found = bytes(objects.get(name))
+
+    if not _tried(get, lambda: digest(found) == version.digest_in(name)):
+        raise _MissingError
+    return found
+
+
+def _tried(get: Callable[[], None], right: Callable[[], bool]) -> bool:
+    """Gets an object up to `_TRIES` times until it is right; tells whether it is. Raises StoreError
+    unless the object was damaged or missing."""
+    for i in range(_TRIES):
         try:
-            way()
+            get()
+        except MissingObjectError:
+            time.sleep(_PAUSE * 2**i if i + 1 < _TRIES else 0)
+            continue
         except ValueError:  # damaged on the way: not compressed, or another size
             continue
-        if digest(out.data) == chunk.digest:
-            return
-    raise _MissingError
+        if right():
+            return True
+    return False
 
 
 class _Handler(socketserver.StreamRequestHandler):

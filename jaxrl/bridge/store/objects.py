@@ -24,6 +24,10 @@ class StoreError(UnavailableError):
     """A request to the store failed; the message quotes the store."""
 
 
+class MissingObjectError(StoreError):
+    """The store does not have an object."""
+
+
 def available() -> bool:
     """Tells whether the packages for stores are installed."""
     return all(map(importlib.util.find_spec, ("obstore", "zstandard")))
@@ -105,7 +109,7 @@ class Objects:
             self._store.put(name, data, use_multipart=False)
 
     def get(self, name: str) -> memoryview:
-        """Returns an object; raises StoreError."""
+        """Returns an object; raises StoreError, and MissingObjectError if the store lacks it."""
         with self._named(name):
             return memoryview(self._store.get(name).bytes())
 
@@ -131,11 +135,13 @@ class Objects:
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Any:
-        from obstore.exceptions import BaseError
+        from obstore.exceptions import BaseError, NotFoundError
 
         try:
             yield
         except (BaseError, OSError) as error:
             where = f"{self._url.rstrip('/')}/{name}" if name else self._url
             text = str(error).partition("\n\nDebug source:")[0]
-            raise StoreError(f"{where}: {text[:500]}") from error
+            missing = NotFoundError, FileNotFoundError
+            kind = MissingObjectError if isinstance(error, missing) else StoreError
+            raise kind(f"{where}: {text[:500]}") from error

@@ -28,8 +28,12 @@ def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePa
       UnavailableError: the server, its agent or the store does not answer.
     """
     found = server.fetch(request) or server.fetch(upload.complete())
+    found = found or server.fetch(upload.complete(again=True))
     if found is None:
-        raise UnavailableError(f"{server.url}: its agent misses chunks of a whole version")
+        raise UnavailableError(
+            f"{server.url}: its host cannot read a version that was written twice: the store does "
+            "not keep what is written"
+        )
     return found
 
 

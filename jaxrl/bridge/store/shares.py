@@ -60,9 +60,12 @@ class ShareWriter:
         self._shares = self._hosts.gather(Share(file.entries, stored))
         return self._shares
 
-    def complete(self) -> Sequence[StoredFile]:
-        """Makes all processes write their shares whole; process 0 calls it in `Hosts.on_leader`."""
-        own = self._complete()
+    def complete(self, *, again: bool) -> Sequence[StoredFile]:
+        """Makes all processes write their shares whole, as `FileWriter.complete`.
+
+        Process 0 calls it in `Hosts.on_leader`.
+        """
+        own = self._complete(again=again)
         others = (file for share in self._shares[1:] for file in share.files)
         return (*own, *map(_whole, others))
 

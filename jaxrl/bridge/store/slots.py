@@ -7,6 +7,7 @@ beside them, so a restarted agent continues where a killed one stopped.
 import contextlib
 import hashlib
 import mmap
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class Slot(NamedTuple):
     directory: Path
     name: str  # of the manifest in the store
     content: StoredVersion
-    time: int  # of its completion
+    order: int  # of its completion among the directory's slots
 
 
 def slots_directory(root: Path, learner: LearnerIdentity, *, group: str) -> Path:
@@ -67,14 +68,14 @@ def complete_slots(directory: Path) -> list[Slot]:
             content = version.parse_version(data)
             name = version.name(data, version=content.version)
             found.append(Slot(path, name, content, (path / _RECORD).stat().st_mtime_ns))
-    return sorted(found, key=lambda slot: -slot.time)
+    return sorted(found, key=lambda slot: -slot.order)
 
 
 def next_slot(directory: Path, *, count: int) -> Path:
     """Returns the slot to fill among `count`: an incomplete one, else the oldest."""
-    times = {slot.directory: slot.time for slot in complete_slots(directory)}
+    orders = {slot.directory: slot.order for slot in complete_slots(directory)}
     paths = [directory / f"slot-{i}" for i in range(count)]
-    return min(paths, key=lambda path: times.get(path, 0))
+    return min(paths, key=lambda path: orders.get(path, 0))
 
 
 def open_slot(slot: Path, files: Sequence[StoredFile]) -> list[np.ndarray]:
@@ -98,6 +99,9 @@ def close_slot(slot: Path, data: bytes) -> None:
         (slot / _DRAFT).replace(slot / manifest.FILE)
     draft = slot / f"{_RECORD}-draft"
     draft.write_bytes(data)
+    # The record's time counts completions: a clock may step back.
+    order = 1 + max((one.order for one in complete_slots(slot.parent)), default=0)
+    os.utime(draft, ns=(order, order))
     draft.replace(slot / _RECORD)
 
 

@@ -1,5 +1,6 @@
 """Learner's side of a store: writes the changes of each version."""
 
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,16 @@ from jaxrl.bridge.store.objects import Objects, Store
 from jaxrl.bridge.store.version import StoredChunk, StoredFile, StoredVersion
 
 _THREADS = 16  # they mostly wait for the store
+
+CompleteOthers = Callable[..., Sequence[StoredFile]]
+"""(again=...) -> files that other processes have written whole."""
+
+
+def _no_others(*, again: bool) -> Sequence[StoredFile]:
+    del again
+    return ()
+
+
 _NOTHING = np.zeros(0, np.uint8)
 
 
@@ -71,21 +82,23 @@ class FileWriter:
         self._files, self._data = stored, dict(files)
         return stored
 
-    def complete(self) -> tuple[StoredFile, ...]:
-        """Writes the last version's chunks that the store lacks whole; raises StoreError."""
+    def complete(self, *, again: bool = False) -> tuple[StoredFile, ...]:
+        """Writes the last version's chunks that the store lacks whole, or all of them `again`;
+        raises StoreError."""
+        put = functools.partial(self._put_whole, again=again)
         with ThreadPoolExecutor(_THREADS) as pool:
             self._files = tuple(
                 file._replace(
-                    chunks=tuple(
-                        pool.map(self._put_whole, chunks.split(self._data[file.name]), file.chunks)
-                    )
+                    chunks=tuple(pool.map(put, chunks.split(self._data[file.name]), file.chunks))
                 )
                 for file in self._files
             )
         return self._files
 
-    def _put_whole(self, data: np.ndarray, chunk: StoredChunk) -> StoredChunk:
-        if not chunk.whole:
+    def _put_whole(
+        self, data: np.ndarray, chunk: StoredChunk, *, again: bool = False
+    ) -> StoredChunk:
+        if again or not chunk.whole:
             self._objects.put(chunk.whole_name(), data.data)
         return chunk._replace(whole=True)
 
@@ -108,9 +121,9 @@ class Upload:
         self._request: dict[str, Any] = {"store": place.url, "group": group, "slots": slots}
         self._learner = learner
         self._current = StoredVersion(0, learner, 2, ())
-        self._complete_others: Callable[[], Sequence[StoredFile]] = tuple
+        self._complete_others: CompleteOthers = _no_others
         self._named: list[set[str]] = []  # objects of the last versions
-        self._lock, self._complete = threading.Lock(), True
+        self._lock, self._completed = threading.Lock(), set[bool]()
 
     def remove_earlier(self) -> None:
         """Deletes objects that killed processes of the same run left; call it once the servers have
@@ -126,7 +139,7 @@ class Upload:
         number: int,
         word: int,
         others: Sequence[StoredFile] = (),
-        complete_others: Callable[[], Sequence[StoredFile]] = tuple,
+        complete_others: CompleteOthers = _no_others,
     ) -> dict[str, Any]:
         """Writes a version and returns the request that fetches it.
 
@@ -141,17 +154,19 @@ class Upload:
         """
         stored = (*others, *self._writer.write(files, word=word))
         self._record(StoredVersion(number, self._learner, word, stored))
-        self._complete_others, self._complete = complete_others, False
+        self._complete_others, self._completed = complete_others, set[bool]()
         return self._request
 
-    def complete(self) -> dict[str, Any]:
-        """Writes the last version's chunks that the store lacks whole, and returns the request that
-        fetches it; raises StoreError. Several threads may call it."""
+    def complete(self, *, again: bool = False) -> dict[str, Any]:
+        """Writes the last version's chunks that the store lacks whole, or all of them `again` if
+        the store has lost or damaged some, and returns the request that fetches it; raises
+        StoreError. Several threads may call it."""
         with self._lock:
-            if not self._complete:
-                files = (*self._complete_others(), *self._writer.complete())
+            if again not in self._completed:
+                others = self._complete_others(again=again)
+                files = (*others, *self._writer.complete(again=again))
                 self._record(self._current._replace(files=files))
-                self._complete = True
+                self._completed.add(again)
             return self._request
 
     def close(self) -> None:

@@ -77,6 +77,11 @@ def name(data: bytes, *, version: int) -> str:
     return f"versions/{version}-{digest(data)}"
 
 
+def digest_in(name: str) -> str:
+    """Returns the digest in the name of a manifest."""
+    return name.rpartition("-")[2]
+
+
 def parse_version(data: bytes) -> StoredVersion:
     """Reads the bytes of a manifest; raises ManifestError if `dump` could not have written them."""
     try:

@@ -131,15 +131,22 @@ def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
     return [step - int(r.version.min(initial=step)) for r in rollouts]
 
 
-def check_versions(rollouts: Iterable[Rollout], *, step: int) -> None:
-    """Checks that the learner has reached the policy version of every token.
+def check_versions(rollouts: Iterable[Rollout], *, step: int, oldest: int = 0) -> None:
+    """Checks that every token was sampled by a policy version from `oldest` to `step`, the
+    learner's own.
 
     Raises:
-      RuntimeError: if the sampler serves a policy newer than the learner's.
+      RuntimeError: if the sampler served another version.
     """
-    newest = max((int(r.version.max(initial=0)) for r in rollouts), default=0)
-    if newest > step:
-        raise RuntimeError(
-            f"the sampler serves policy version {newest} and the learner is at {step}; another run "
-            "publishes to the same servers"
-        )
+    for version in (r.version for r in rollouts):
+        if (newest := int(version.max(initial=0))) > step:
+            raise RuntimeError(
+                f"the sampler serves policy version {newest} and the learner is at {step}; another "
+                "run publishes to the same servers"
+            )
+        if (found := int(version.min(initial=step))) < oldest:
+            raise RuntimeError(
+                f"a completion has tokens of policy version {found} and the learner is at {step}: "
+                "a server missed a publish and went on serving; restart it, or allow old versions "
+                "with rollouts.max_staleness"
+            )

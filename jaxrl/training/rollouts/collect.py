@@ -134,7 +134,7 @@ def _sample_and_score(
         with clock(seconds, "time/sample"):
             tasks = list[Future[None]]()
             for one in generate(source, examples, params=params, group_size=size):
-                check_versions([one.rollout], step=step)
+                check_versions([one.rollout], step=step, oldest=step)
                 groups[one.rollout.group].append(one)
                 if early and len(groups[one.rollout.group]) == size:
                     ready.put(_ordered(groups.pop(one.rollout.group)))
