@@ -1,11 +1,14 @@
 """Restarts of fake servers, with a clock that the tests move."""
 
+import _thread
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from jaxrl.bridge.servers.launch import ServerFailedError
+from jaxrl.commands.serve import replicas
 from jaxrl.commands.serve.replicas import Replica, open_replicas
 
 
@@ -125,8 +128,8 @@ def test_replicas_start_together_or_in_turn(together):
     for world in worlds:
         world.events = events
     with ExitStack() as stack:
-        replicas = open_replicas((w.replica() for w in worlds), stack, together=together)
-        assert [replica.url for replica in replicas] == [world.url for world in worlds]
+        opened = open_replicas((w.replica() for w in worlds), stack, together=together)
+        assert [replica.url for replica in opened] == [world.url for world in worlds]
     two = ["started", "started", "ready", "ready"]
     assert events == (two if together else ["started", "ready"] * 2)
     assert [world.stops for world in worlds] == [1, 1]
@@ -144,3 +147,32 @@ def test_replica_failing_at_startup_stops_all():
         open_replicas(begun(), stack, together=True)
     assert "ready" not in first.events
     assert (first.stops, second.stops) == (1, 1)
+
+
+def test_a_start_that_hangs_leaves_no_other_unwatched(monkeypatch):
+    """And an interrupt ends it."""
+    monkeypatch.setattr(replicas, "_PAUSE", 0.001)
+    hanging, other = World(8000), World(8001)
+    with hanging.replica() as first, other.replica() as second:
+        entered = threading.Event()
+
+        def hang(meanwhile: Callable[[], None]) -> World:
+            entered.set()
+            while True:
+                meanwhile()
+
+        monkeypatch.setattr(hanging, "wait", hang)
+        hanging.ended = other.ended = True
+
+        def interrupt() -> None:
+            entered.wait()
+            while other.starts < 2 or other.ended:
+                pass
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            replicas.watch([first, second])
+    assert (hanging.starts, other.starts) == (2, 2)
+    assert (hanging.stops, other.stops) == (2, 2)
+    assert len(hanging.notes) == 1  # of its first failure, none of the interrupt

@@ -11,7 +11,7 @@ import argparse
 import functools
 import signal
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from jaxrl.bridge import AgentProcess, available, free_memory, free_port, server_key
 from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.commands import options
-from jaxrl.commands.serve.replicas import Replica, open_replicas
+from jaxrl.commands.serve.replicas import Replica, open_replicas, watch
 from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import Precision
 from jaxrl.huggingface import Checkpoint, hub
@@ -104,18 +104,16 @@ def main(argv: Sequence[str]) -> int:
             agent = None
             if available():
                 agent = stack.enter_context(AgentProcess(key=key, note=note))
-            begun = (
-                Replica(functools.partial(start, i, agent), note=note)
-                for i in range(config.replicas)
-            )
             # A starting vLLM measures the GPU's free memory, which must not change meanwhile.
             measured = config.device == "cuda" and config.kv_cache_bytes is None
+            turn = threading.Lock() if measured else None
+            begun = (
+                Replica(functools.partial(start, i, agent), note=note, turn=turn)
+                for i in range(config.replicas)
+            )
             replicas = open_replicas(begun, stack, together=not measured)
             print("\n".join(replica.url for replica in replicas), flush=True)
-            while True:
-                for replica in replicas:
-                    replica.check()
-                time.sleep(0.5)
+            watch(replicas)
     except KeyboardInterrupt:
         note("vLLM stopped")
         return 0

@@ -1,8 +1,10 @@
 """Supervised servers, restarted after they exit or hang."""
 
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NoReturn
 
 from jaxrl.bridge import LocalServer, ServerFailedError
 from jaxrl.builders.servers import StartingServer
@@ -10,6 +12,7 @@ from jaxrl.builders.servers import StartingServer
 _EVERY = 15.0  # seconds between two health checks
 _MISSES = 12  # failed checks in a row that count as a hang; a weight update takes less
 _LONGEST = 64.0  # seconds between two starts
+_PAUSE = 0.5  # seconds between two looks
 
 
 class Replica(AbstractContextManager["Replica"]):
@@ -25,16 +28,18 @@ class Replica(AbstractContextManager["Replica"]):
         *,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        turn: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Starts the server; call `wait` before using it. `start` opens a block that begins a start
-        and stops the server at its end.
+        and stops the server at its end. Restarts hold `turn`, for instance a lock of all replicas.
 
         Raises:
           ServerFailedError: if the server cannot be started.
         """
         self._start, self._note, self._clock = start, note, clock
         self._stack = ExitStack()
-        self._failures, self._misses = 0, 0
+        self._turn = nullcontext() if turn is None else turn
+        self._failures, self._misses, self._closed = 0, 0, False
         self._first = self._stack.enter_context(start())
         self._server: LocalServer | None = self._first.server
         self.url = self._server.url
@@ -58,17 +63,26 @@ class Replica(AbstractContextManager["Replica"]):
                 if due:
                     self._check_health(self._server)
             elif due:
-                self._server = self._stack.enter_context(self._start()).wait()
+                with self._turn:
+                    started = self._stack.enter_context(self._start())
+                    self._server = started.wait(self._check_open)
                 self._misses, self._due = 0, self._clock() + _EVERY
         except ServerFailedError as error:
             self._stack.close()
             self._server = None
+            if self._closed:
+                return
             wait = min(2.0**self._failures, _LONGEST) if self._failures else 0.0
             self._failures, self._due = self._failures + 1, self._clock() + wait
             self._note(f"{self.url} failed; restarting in {wait:.0f} s: {error}")
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         self._stack.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServerFailedError("stopped while it was starting")
 
     def _check_health(self, server: LocalServer) -> None:
         self._due = self._clock() + _EVERY
@@ -101,3 +115,25 @@ def open_replicas(begun: Iterable[Replica], stack: ExitStack, *, together: bool)
         for replica in replicas:
             replica.wait(check)
     return replicas
+
+
+def watch(replicas: Sequence[Replica]) -> NoReturn:
+    """Checks the replicas until it is interrupted. Each has a thread, so that a start that hangs
+    leaves none of the others unwatched, and servers that fail together restart side by side."""
+    over = threading.Event()
+
+    def check(replica: Replica) -> None:
+        while not over.wait(_PAUSE):
+            replica.check()
+
+    threads = [threading.Thread(target=check, args=(one,), daemon=True) for one in replicas]
+    for thread in threads:
+        thread.start()
+    try:
+        while True:
+            time.sleep(_PAUSE)
+    finally:
+        over.set()
+        for replica, thread in zip(replicas, threads, strict=True):
+            replica.__exit__()  # ends a start that the thread waits for
+            thread.join()

@@ -88,14 +88,17 @@ def test_first_failure_is_noted_once():
     assert "no reward for this one" in notes[0]
 
 
-def test_a_newer_policy_is_refused():
+@pytest.mark.parametrize(("off", "said"), [(1, "serves policy version 1"), (-1, "version -1 and")])
+def test_only_the_learners_own_version_is_trained_on(off: int, said: str):
     sampler = Backwards()
     made = sampler.sample
 
-    def newer(*args: Any, **kwargs: Any) -> Any:
+    def shifted(*args: Any, **kwargs: Any) -> Any:
         for one in made(*args, **kwargs):
-            yield one._replace(versions=one.versions + 1)
+            versions = one.versions.copy()
+            versions[-1] += off
+            yield one._replace(versions=versions)
 
-    sampler.sample = newer
-    with pytest.raises(RuntimeError, match="serves policy version 1"):
+    sampler.sample = shifted
+    with pytest.raises(RuntimeError, match=said):
         collected(sampler, reward=worth)

@@ -64,6 +64,7 @@ def hand_made(**train: Any) -> SimpleNamespace:
 def steps(run: Any, progress: Progress, count: int) -> list[Any]:
     found = []
     for _ in range(count):
+        run.sampler.version = progress.step
         found.append(collect(run.source, progress=progress, seconds={}))
         progress.step += 1
     return found
