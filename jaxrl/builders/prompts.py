@@ -39,7 +39,7 @@ def load_prompts(
 
 def sampling_params(config: SamplingConfig, checkpoint: Checkpoint, *, seed: int) -> SamplingParams:
     """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
-    of the tokenizer, and at the texts of `sampling.stop`."""
+    of the tokenizer, at the chat template's end of a turn, and at the texts of `sampling.stop`."""
     encode = checkpoint.tokenizer.encode
     texts = [encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(

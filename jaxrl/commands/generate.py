@@ -118,20 +118,22 @@ def _tokenise(
         completion; the message names it.
     """
     model, longest = config.model.path, positions - 1
-    render = data.make_renderer(tokenizer, rendering(config.prompt))
+    rendered = rendering(config.prompt)
+    render = data.make_renderer(tokenizer, rendered)
+    encode = data.prompt_encoder(tokenizer, rendered)
     characters, prompts = data.most_characters(tokenizer, longest), []
     for number, text in enumerate(texts, start=1):
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
-        rendered = render(text, where)
+        shown = render(text, where)
         try:
-            data.check_characters(rendered)
+            data.check_characters(shown)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         tokens = None
-        if len(rendered) <= characters:  # to tokenise megabytes takes minutes
-            tokens = tokenizer.encode(rendered, add_special_tokens=False)
+        if len(shown) <= characters:  # to tokenise megabytes takes minutes
+            tokens = encode(shown)
         if tokens is None or len(tokens) > longest:
-            size = f"{len(rendered)} characters" if tokens is None else f"{len(tokens)} tokens"
+            size = f"{len(shown)} characters" if tokens is None else f"{len(tokens)} tokens"
             raise ValueError(
                 f"{where} has {size}, and the model {model} takes {positions} tokens with the "
                 "completion; shorten the prompt"

@@ -1,3 +1,4 @@
+from .ends import completion_encoder as completion_encoder, end_note as end_note
 from .pairs import (
     Pair as Pair,
     PairColumns as PairColumns,
@@ -10,12 +11,13 @@ from .prompts import (
     RawPrompt as RawPrompt,
     Rendering as Rendering,
     Tokenizer as Tokenizer,
-    end_token as end_token,
     load_prompts as load_prompts,
     make_renderer as make_renderer,
     most_characters as most_characters,
     next_indices as next_indices,
+    prompt_encoder as prompt_encoder,
     read_prompt as read_prompt,
+    start_tokens as start_tokens,
 )
 from .rows import (
     READERS as READERS,

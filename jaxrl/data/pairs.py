@@ -7,12 +7,13 @@ import numpy as np
 
 from jaxrl.core.batch import Rollout, given_rollout
 from jaxrl.data import prompts
+from jaxrl.data.ends import completion_encoder
 from jaxrl.data.prompts import RawPrompt, Rendering, Tokenizer
 from jaxrl.data.rows import Row, read_column
 
 
 class Pair(NamedTuple):
-    """Two completions of one prompt; both end with the end-of-sequence token."""
+    """Two completions of one prompt; both end as `completion_encoder` ends them."""
 
     chosen: Rollout
     rejected: Rollout
@@ -56,7 +57,8 @@ def read_pairs(
         is not a number, a tokenizer without an end-of-sequence token, or if no pair is left; the
         message names file, line and key.
     """
-    end = prompts.end_token(tokenizer)
+    encode = prompts.prompt_encoder(tokenizer, rendering)
+    finish = completion_encoder(tokenizer, rendering)
     render = prompts.make_renderer(tokenizer, rendering)
     longest = prompts.most_characters(tokenizer, max_tokens)
     pairs: list[Pair] = []
@@ -67,13 +69,10 @@ def read_pairs(
         if 2 * len(text) + len(chosen) + len(rejected) > longest:
             too_long += 1
             continue
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = encode(text)
         if not tokens:
             raise ValueError(f"{where}: the prompt has no tokens; a completion needs at least one")
-        better, worse = (
-            given_rollout(tokens, [*tokenizer.encode(text, add_special_tokens=False), end])
-            for text in (chosen, rejected)
-        )
+        better, worse = (given_rollout(tokens, finish(text)) for text in (chosen, rejected))
         pair = Pair(better, worse, _margin(record, columns, where=where))
         if pair.length > max_tokens:
             too_long += 1

@@ -81,6 +81,7 @@ def load_prompts(
         line and key.
     """
     render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
+    encode = prompt_encoder(tokenizer, rendering)
     examples: list[Example] = []
     too_long, where = 0, "the data"
     for where, record in rows:
@@ -90,7 +91,7 @@ def load_prompts(
         if len(text) > longest:
             too_long += 1
             continue
-        tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        tokens = np.asarray(encode(text), np.int32)
         if len(tokens) > max_tokens:
             too_long += 1
             continue
@@ -111,11 +112,33 @@ def most_characters(tokenizer: Tokenizer, max_tokens: int) -> int:
     return 4 * max_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def end_token(tokenizer: Tokenizer) -> int:
-    """Returns the id of the end-of-sequence token; raises ValueError if there is none."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-sequence token; set eos_token in its config")
-    return tokenizer.eos_token_id
+def uses_template(tokenizer: Tokenizer, rendering: Rendering) -> bool:
+    """True if a chat template renders the prompts."""
+    auto = rendering.template == "auto" and bool(tokenizer.chat_template)
+    return auto or rendering.template == "chat"
+
+
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Returns the token ids that the tokenizer itself puts in front of a text, such as BOS."""
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    alone = tokenizer.encode("a", add_special_tokens=False)
+    places = range(len(whole) - len(alone) + 1)
+    return whole[: next((i for i in places if whole[i : i + len(alone)] == alone), 0)]
+
+
+def prompt_encoder(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[str], list[int]]:
+    """Returns the function that encodes rendered prompts: text -> token ids.
+
+    A chat template has written all tokens. Without one, a prompt gets the `start_tokens` unless it
+    begins with them; it never gets what a tokenizer puts after a text.
+    """
+    start = [] if uses_template(tokenizer, rendering) else start_tokens(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return tokens if tokens[: len(start)] == start else [*start, *tokens]
+
+    return encode
 
 
 def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[RawPrompt, str], str]:
@@ -126,9 +149,8 @@ def make_renderer(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[RawPr
     Raises:
       ValueError: if the rendering needs a chat template and the tokenizer has none.
     """
-    has_template = bool(tokenizer.chat_template)
-    chat = rendering.template == "chat" or (rendering.template == "auto" and has_template)
-    if chat and not has_template:
+    chat = uses_template(tokenizer, rendering)
+    if chat and not tokenizer.chat_template:
         raise ValueError(
             "data.template = 'chat', but the model's tokenizer has no chat template; "
             "add one to its tokenizer_config.json or set data.template = 'text'"
@@ -166,8 +188,10 @@ def apply_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Renders messages with the model's chat template, up to the beginning of the next turn.
+    """Renders messages with the model's chat template, up to the beginning of the next turn, or
+    without `add_generation_prompt` up to the end of the last message.
 
     Raises:
       ValueError: if the template fails or returns no valid text.
@@ -175,7 +199,7 @@ def apply_template(
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **given
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given
         )
     except Exception as error:
         raise ValueError(

@@ -16,12 +16,13 @@ from flax import traverse_util
 
 from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
+from jaxrl.data.ends import turn_end
 from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.config.file import read_config
 from jaxrl.huggingface.config.quantization import Block, quant_method, read_block
 from jaxrl.huggingface.files import named, read_parameter
 from jaxrl.huggingface.tensors.names import checked_tensors
-from jaxrl.huggingface.tokenizer import load_tokenizer, read_end_ids
+from jaxrl.huggingface.tokenizer import VOCABULARIES, load_tokenizer, read_end_ids
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
@@ -59,11 +60,18 @@ class Checkpoint:
         """The tokenizer, a `transformers.PreTrainedTokenizerBase`; raises as `load_tokenizer`."""
         return load_tokenizer(self.directory, vocab_size=self.config.vocab_size)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if a file holds a vocabulary."""
+        return any((self.directory / name).is_file() for name in VOCABULARIES)
+
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that end a completion, sorted: the model's and the tokenizer's;
-        raises as `read_end_ids`."""
+        """The ids of the tokens that end a completion, sorted: the model's, the tokenizer's and
+        the one that its chat template writes after a turn; raises as `read_end_ids`."""
         found = {*read_end_ids(self.directory, self.config), self.tokenizer.eos_token_id}
+        if (end := turn_end(self.tokenizer)) is not None:
+            found.add(end.token)
         return tuple(sorted(int(end) for end in found if end is not None))
 
     @property

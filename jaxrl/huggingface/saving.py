@@ -15,7 +15,7 @@ from jaxrl.core.precision import DType
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.files import INDEX, SINGLE, write_json
-from jaxrl.huggingface.tokenizer import copy_tokenizer
+from jaxrl.huggingface.tokenizer import copy_tokenizer, write_end_ids
 from jaxrl.huggingface.unused import unused_tensors, with_unused
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
@@ -41,7 +41,7 @@ def save(
       config: the decoder's.
       dtype: dtype to cast tensors to.
       source: checkpoint whose tokenizer, generation files and unused tensors
-        (`unused.unused_tensors`) are copied.
+        (`unused.unused_tensors`) are copied. Its `end_ids` go into generation_config.json.
       max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
         an index.
 
@@ -95,6 +95,8 @@ def save_tensors(
             path.unlink(missing_ok=True)
     if source is not None:
         copy_tokenizer(source.directory, directory)
+        if source.has_tokenizer and not config.scored:
+            write_end_ids(directory, source.end_ids, content=content)
 
 
 def _sizes(flat: Mapping[str, ParamSpec], *, dtype: DType) -> dict[str, int]:

@@ -1,13 +1,15 @@
 """Tokenizers of Hugging Face checkpoint directories, and the tokens that end a completion."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.huggingface.config.keys import token_ids
-from jaxrl.huggingface.files import check_file, excerpt, named, read_object
+from jaxrl.huggingface.files import check_file, excerpt, named, read_object, write_json
 from jaxrl.models.families import DecoderConfig
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -103,6 +105,22 @@ def read_end_ids(directory: Path, config: DecoderConfig) -> tuple[int, ...]:
     with named(path):
         more = token_ids(raw.get("eos_token_id"), vocab_size=config.vocab_size)
     return tuple(dict.fromkeys((*config.eos_ids, *more)))
+
+
+def write_end_ids(directory: Path, ends: Sequence[int], *, content: Mapping[str, Any]) -> None:
+    """Adds token ids that end a completion to generation_config.json, where servers look for them,
+    behind those that it lists. Without the file, they read those in `content`, the source's
+    config.json: it is written if they are not all there."""
+    path = directory / "generation_config.json"
+    raw = read_object(path) if path.exists() else dict(content)
+    listed = raw.get("eos_token_id")
+    known = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if set(ends) <= set(known):
+        return
+    if not path.exists():
+        named_ids = ("bos_token_id", "pad_token_id")
+        raw = {key: content[key] for key in named_ids if content.get(key) is not None}
+    write_json(path, raw | {"eos_token_id": list(dict.fromkeys((*known, *ends)))})
 
 
 def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:

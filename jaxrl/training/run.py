@@ -9,7 +9,7 @@ from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
-from jaxrl.builders.prompts import sampling_params
+from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
@@ -19,6 +19,7 @@ from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, disagreement
+from jaxrl.data import end_note
 from jaxrl.diagnostics import Score
 from jaxrl.learner import Checkpoints, State
 from jaxrl.sharding import Layout
@@ -173,6 +174,8 @@ def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> It
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
+    if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
+        yield end
     if (advice := disagreement(config.precision)) is not None:
         yield f"learner and sampler compute differently: {advice}"
     if teaches:

@@ -1,16 +1,13 @@
 """Rendering of new messages with the model's chat template; earlier turns are never re-rendered."""
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Tokenizer, apply_template
-
-_MARK = "\N{SYMBOL FOR START OF TEXT}"  # stands for a turn of the policy
-_CONTROL = re.compile(r"[<\[].+[>\]]")
+from jaxrl.data.ends import MARK, after_words, control_tokens, turn_end
+from jaxrl.data.prompts import Tokenizer
 
 
 class Chat:
@@ -29,12 +26,11 @@ class Chat:
                 "add one to its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
-        added = [*tokenizer.get_added_vocab()]
-        self._control = sorted(filter(_CONTROL.fullmatch, added), key=len, reverse=True)
-        if _MARK not in self._rendered([{"role": "user", "content": _MARK}]):
+        self._control, self._end = [*control_tokens(tokenizer)], turn_end(tokenizer)
+        if MARK not in self._rendered([{"role": "user", "content": MARK}]):
             raise ValueError("the model's chat template drops user messages")
         try:
-            self._has_tools = _MARK in self._rendered([{"role": "tool", "content": _MARK}])
+            self._has_tools = MARK in self._rendered([{"role": "tool", "content": MARK}])
         except ValueError:  # a template may refuse an unknown role
             self._has_tools = False
 
@@ -71,7 +67,10 @@ class Chat:
             said += escaped
         # The end of the policy's turn is sampled already, unless one of the config's stop sequences
         # ended the turn.
-        return self.encode(self._rendered(said).removeprefix(self.decode(after[-1:])))
+        end = self.decode(after[-1:])
+        if self._end is not None and [*after[-1:]] == [self._end.token]:
+            end = self._end.text
+        return self.encode(self._rendered(said).removeprefix(end))
 
     def escape(self, text: str) -> str:
         """Returns the text with a space inside each control token, so that it cannot end a turn.
@@ -85,5 +84,4 @@ class Chat:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the template's text after the words of a turn."""
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        return apply_template(self.tokenizer, [*before, *messages]).partition(_MARK)[2]
+        return after_words(self.tokenizer, messages, add_generation_prompt=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Rendering, Tokenizer, make_renderer
+from jaxrl.data.prompts import Rendering, Tokenizer, make_renderer, prompt_encoder
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams
 
 _RENDERING = Rendering()
@@ -38,11 +38,11 @@ def rollouts(
 
     Raises ValueError for a prompt that cannot be rendered, or as `Sampler.sample`.
     """
-    render = make_renderer(tokenizer, rendering)
+    render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
     prompts = []
     for i, example in enumerate(examples):
         text = render(example["prompt"], f"example {i}")
-        prompts.append(np.array(tokenizer.encode(text, add_special_tokens=False), np.int32))
+        prompts.append(np.array(encode(text), np.int32))
     found: dict[tuple[int, int], Rollout] = {}
     for completion in sampler.sample(prompts, params, group_size=group_size):
         i = completion.prompt_index

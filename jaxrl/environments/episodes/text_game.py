@@ -39,7 +39,9 @@ class TextGame:
         returned = self._game.reset(**arguments)
         observation = returned[0] if isinstance(returned, tuple) else returned
         text = prompt.replace(_PLACEHOLDER, self._chat.escape(str(observation)))
-        return self._chat.encode(text)
+        # Without the chat template, the tokenizer's own tokens stand in front of the prompt.
+        start = len(example.tokens) - len(self._chat.encode(prompt))
+        return np.concatenate([example.tokens[:start], self._chat.encode(text)])
 
     async def step(self, completion: np.ndarray) -> Step:
         """Passes the turn to the game as text, stripped and without control tokens; raises

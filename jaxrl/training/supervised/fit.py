@@ -18,7 +18,7 @@ from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core import Hosts, Metrics, Minibatch, jit, to_floats
-from jaxrl.data import next_indices
+from jaxrl.data import Rendering, end_note, next_indices
 from jaxrl.learner import (
     Checkpoints,
     Learner,
@@ -202,6 +202,12 @@ class _Log:
         if self._result.step:
             self._result.last |= named
         return measured
+
+
+def end_notes(setup: Setup, rendering: Rendering) -> list[str]:
+    """Returns a line that names the end of a turn, if it is not the tokenizer's own end."""
+    note = end_note(setup.checkpoint.tokenizer, rendering) if setup.hosts.leads else None
+    return [] if note is None else [note]
 
 
 def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:

@@ -12,7 +12,7 @@ from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig,
 from jaxrl.core import Hosts, Metrics, Minibatch, MinibatchShape, merge, pack_minibatch, to_floats
 from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs, read_rows
 from jaxrl.models import Params
-from jaxrl.training.supervised.fit import FitResult, Task, fit, too_long_note
+from jaxrl.training.supervised.fit import FitResult, Task, end_notes, fit, too_long_note
 
 
 class PairData(NamedTuple):
@@ -86,8 +86,11 @@ def fit_pairs(
         pack=pack,
         measure=measured,
         eval_every=config.eval.every,
-        notes=too_long_note("data.path", data.training.too_long, config=config)
-        + too_long_note("data.eval_path", data.held_out.too_long, config=config),
+        notes=[
+            *end_notes(setup, rendering(config.data)),
+            *too_long_note("data.path", data.training.too_long, config=config),
+            *too_long_note("data.eval_path", data.held_out.too_long, config=config),
+        ],
         **task,
     )
     return fit(config, made)

@@ -9,25 +9,35 @@ from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core import Hosts, Minibatch, Rollout, given_rollout, pack_minibatch
 from jaxrl.data import (
     RawPrompt,
+    Rendering,
     Row,
     Tokenizer,
-    end_token,
+    completion_encoder,
     make_renderer,
     most_characters,
+    prompt_encoder,
     read_prompt,
     read_rows,
     read_text,
+    start_tokens,
 )
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import cross_entropy, objective, token_mean
-from jaxrl.training.supervised.fit import FitResult, Task, check_resumable, fit, too_long_note
+from jaxrl.training.supervised.fit import (
+    FitResult,
+    Task,
+    check_resumable,
+    end_notes,
+    fit,
+    too_long_note,
+)
 
 
 class Texts(NamedTuple):
     """Tokenised texts."""
 
-    sequences: Sequence[Rollout]  # `completion` ends with the end-of-sequence token
+    sequences: Sequence[Rollout]  # `completion` ends as `completion_encoder` ends it
     too_long: int  # number of texts that were dropped
 
 
@@ -56,7 +66,10 @@ def finetune(config: SFTConfig) -> FitResult:
         ),
         rows=texts.sequences,
         pack=pack,
-        notes=too_long_note("data.path", texts.too_long, config=config),
+        notes=[
+            *end_notes(setup, _rendering(config.data)),
+            *too_long_note("data.path", texts.too_long, config=config),
+        ],
     )
     return fit(config, task)
 
@@ -68,8 +81,9 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
       ValueError: for a row that lacks a key, a tokenizer without an end-of-sequence token, or if
         every text is too long; the message names file, line and key.
     """
-    end = end_token(tokenizer)
-    render = make_renderer(tokenizer, rendering(config))
+    rendered = _rendering(config)
+    render, encode = make_renderer(tokenizer, rendered), prompt_encoder(tokenizer, rendered)
+    finish, start = completion_encoder(tokenizer, rendered), start_tokens(tokenizer)
     longest = most_characters(tokenizer, max_tokens)
 
     def read(row: Row) -> list[tuple[str, str]]:
@@ -89,12 +103,14 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         if sum(map(len, texts)) > longest:
             too_long += 1
             continue
-        prompt, completion = (tokenizer.encode(t, add_special_tokens=False) for t in texts)
+        prompt, completion = encode(texts[0]), finish(texts[1])
         if config.text_key is not None:
-            prompt, completion = completion[:1], completion[1:]
-        if not prompt:
+            whole = completion if completion[: len(start)] == start else [*start, *completion]
+            first = max(1, len(start))
+            prompt, completion = whole[:first], whole[first:]
+        if not (prompt and completion):
             raise ValueError(f"{one_row.where}: no token to predict the text from")
-        one = given_rollout(prompt, [*completion, end])
+        one = given_rollout(prompt, completion)
         if one.length > max_tokens:
             too_long += 1
         else:
@@ -104,6 +120,11 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
     return Texts(short, too_long)
+
+
+def _rendering(config: SFTDataConfig) -> Rendering:
+    """Returns the rendering of the prompts; no template renders the texts of `data.text_key`."""
+    return rendering(config) if config.text_key is None else Rendering(template="text")
 
 
 def _turns(
