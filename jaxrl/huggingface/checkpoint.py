@@ -22,7 +22,7 @@ from jaxrl.huggingface.config.file import read_config
 from jaxrl.huggingface.config.quantization import Block, quant_method, read_block
 from jaxrl.huggingface.files import named, read_parameter
 from jaxrl.huggingface.tensors.names import checked_tensors
-from jaxrl.huggingface.tokenizer import VOCABULARIES, load_tokenizer, read_end_ids
+from jaxrl.huggingface.tokenizer import load_tokenizer, read_end_ids
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.parameters import param_specs
@@ -59,11 +59,6 @@ class Checkpoint:
     def tokenizer(self) -> Any:
         """The tokenizer, a `transformers.PreTrainedTokenizerBase`; raises as `load_tokenizer`."""
         return load_tokenizer(self.directory, vocab_size=self.config.vocab_size)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """True if a file holds a vocabulary."""
-        return any((self.directory / name).is_file() for name in VOCABULARIES)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Writing of Hugging Face checkpoint directories, bit for bit, driven by the `ParamSpec`s."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -95,8 +96,10 @@ def save_tensors(
             path.unlink(missing_ok=True)
     if source is not None:
         copy_tokenizer(source.directory, directory)
-        if source.has_tokenizer and not config.scored:
-            write_end_ids(directory, source.end_ids, content=content)
+        if not config.scored:
+            # A tokenizer that cannot be read has not ended any completion.
+            with contextlib.suppress(OSError, ValueError):
+                write_end_ids(directory, source.end_ids, content=source.content)
 
 
 def _sizes(flat: Mapping[str, ParamSpec], *, dtype: DType) -> dict[str, int]:

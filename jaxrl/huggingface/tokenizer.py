@@ -9,7 +9,6 @@ from jaxrl.huggingface.config.keys import token_ids
 from jaxrl.huggingface.files import check_file, excerpt, named, read_object, write_json
 from jaxrl.models.families import DecoderConfig
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

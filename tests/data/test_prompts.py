@@ -12,7 +12,7 @@ from jaxrl.data.rows import read_rows
 
 
 class Letters:
-    """A tokenizer of characters with a chat template."""
+    """A tokenizer of characters with a chat template, which writes ^ before and $ after a text."""
 
     eos_token_id = 0
 
@@ -20,8 +20,7 @@ class Letters:
         self.chat_template = chat_template
 
     def encode(self, text, *, add_special_tokens):
-        assert not add_special_tokens
-        return [ord(c) for c in text]
+        return [ord(c) for c in (f"^{text}$" if add_special_tokens else text)]
 
     def get_vocab(self):
         return {chr(i): i for i in range(128)}
@@ -88,6 +87,23 @@ def test_rendering_applies_template_and_format(tmp_path: Path):
         text(Rendering(template="chat"), tokenizer=bare)
     with pytest.raises(ValueError, match=r"data\.system_prompt needs a chat template"):
         text(rendering, tokenizer=bare)
+
+
+@pytest.mark.parametrize(
+    ("question", "template", "read"),
+    [
+        ("How many?", "text", "^How many?"),
+        ("^How many?", "text", "^How many?"),
+        ("", "text", "^"),
+        ("How many?", "chat", "<user>How many?<assistant>"),
+    ],
+)
+def test_the_tokenizer_begins_a_text_unless_a_template_renders_it(
+    tmp_path: Path, question, template, read
+):
+    path = write(tmp_path / "a.jsonl", [{"question": question, "answer": 1}])
+    found = prompts(path, rendering=Rendering(template=template)).examples[0]
+    assert "".join(map(chr, found.tokens)) == read
 
 
 def test_a_prompt_may_be_messages(tmp_path: Path):

@@ -2,13 +2,19 @@
 in docs/text.md, and the ids that jaxrl makes of prompts and of supervised rows."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
+from jaxrl import huggingface
+from jaxrl.builders.prompts import sampling_params
+from jaxrl.config.sampler import SamplingConfig
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.toml_file import load
+from jaxrl.core.precision import PRESETS
 from jaxrl.data.ends import end_note, turn_end
 from jaxrl.data.pairs import PairColumns, read_pairs
 from jaxrl.data.prompts import Rendering, load_prompts, start_tokens
@@ -158,3 +164,35 @@ def test_the_end_of_a_turn_is_the_templates_not_the_tokenizers(name, eos, tmp_pa
     assert end.text in note
     assert eos in note
     assert end_note(tokenizer, Rendering(template="text")) is None
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> huggingface.Checkpoint:
+    return huggingface.Checkpoint(published.checkpoint("llama3", tmp_path_factory.mktemp("llama")))
+
+
+def test_sampling_stops_at_the_end_of_a_turn(llama):
+    end, eos = llama.tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|end_of_text|>"])
+    assert set(sampling_params(SamplingConfig(), llama, seed=0).stop) == {(end,), (eos,)}
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (None, {"eos_token_id": [128001, 128009]}),
+        ({"top_p": 0.9}, {"top_p": 0.9, "eos_token_id": [128001, 128009]}),
+        ({"eos_token_id": 128008}, {"eos_token_id": [128008, 128001, 128009]}),
+        ({"eos_token_id": [128009, 128001]}, {"eos_token_id": [128009, 128001]}),
+    ],
+)
+def test_an_exported_model_stops_at_the_end_of_a_turn(llama, tmp_path, given, written):
+    source = shutil.copytree(llama.directory, tmp_path / "source")
+    if given is not None:
+        write(source / "generation_config.json", given)
+    config, params = huggingface.load(source, dtype=None)
+    wire = PRESETS["fp32"].wire
+    out = tmp_path / "out"
+    huggingface.save(out, params, config, dtype=wire, source=huggingface.Checkpoint(source))
+    assert json.loads((out / "generation_config.json").read_text()) == written
+    ends = GenerationConfig.from_pretrained(out).eos_token_id
+    assert sorted(ends) == list(huggingface.Checkpoint(out).end_ids)
