@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = Checkpoint(config.model.path)
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
     prompts = _tokenise(texts, tokenizer, config, positions=positions)
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    if (end := data.end_note(tokenizer, rendering(config.prompt))) is not None:
+        tell(end)
     c, longest = config.sampling, max(map(len, prompts), default=0)
     sampling = dataclasses.replace(
         sampling_params(c, checkpoint, seed=config.seed),
@@ -89,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         mesh=MeshConfig(),
         precision=config.precision,
         needs=needs,
-        note=functools.partial(print, file=sys.stderr, flush=True),
+        note=tell,
     ) as sampler:
         found = sampler.sample(prompts, sampling, group_size=arguments.samples)
         for completion in found:

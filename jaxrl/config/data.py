@@ -12,8 +12,8 @@ class PromptConfig(Section):
     """Rendering of prompts as text."""
 
     template: Literal["auto", "chat", "text"] = "auto"
-    """`chat` applies the tokenizer's chat template, `text` leaves the prompt unchanged, `auto`
-    applies the chat template if the tokenizer has one."""
+    """`chat` applies the tokenizer's chat template, `text` leaves the prompt unchanged after
+    the tokenizer's own first tokens, `auto` applies the chat template if the tokenizer has one."""
 
     system_prompt: str | None = None
     """System message before every prompt; needs a chat template."""

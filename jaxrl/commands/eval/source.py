@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from jaxrl.builders.environment import make_episode_runner
 from jaxrl.builders.policy import open_policy
-from jaxrl.builders.prompts import sampling_params
+from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds
 from jaxrl.builders.task import TaskData, load_task
 from jaxrl.config.training import Config
-from jaxrl.data import Prompts
+from jaxrl.data import Prompts, end_note
 from jaxrl.huggingface import Checkpoint
 from jaxrl.training.rollouts.generate import RolloutSource
 
@@ -43,6 +43,8 @@ def open_source(
     """Opens the policy with its sampler and environment, for requests of at most `prompts` prompts
     with `samples` completions each; raises as `open_policy` and `make_episode_runner`."""
     config, checkpoint, task = data.config, data.checkpoint, data.task
+    if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
+        note(end)
     runner = make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=checkpoint.config.vocab_size
     )
