@@ -31,7 +31,7 @@ def make_episode_runner(
     function = load_environment(c)
     if function is None or c.name is None:
         return None
-    context = EnvironmentContext(tokenizer, tools)
+    context = EnvironmentContext(tokenizer, tools, config.data.template_kwargs)
     made = naming_keys(
         lambda given: function(context, **given), c.parameters, key="environment", name=c.name
     )

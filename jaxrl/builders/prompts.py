@@ -14,7 +14,12 @@ from jaxrl.sampling import SamplingParams
 
 def rendering(config: PromptConfig) -> Rendering:
     """Returns the rendering of prompts as text."""
-    return Rendering(config.template, config.system_prompt, config.prompt_format)
+    return Rendering(
+        config.template,
+        config.system_prompt,
+        config.prompt_format,
+        template_kwargs=config.template_kwargs,
+    )
 
 
 def load_prompts(

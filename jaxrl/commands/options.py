@@ -139,6 +139,8 @@ def _shown(value: Any) -> str:
 def _type_name(annotation: Any) -> str:
     """Formats a type: int | None as INT, Literal["a", "b"] as {a,b}, tuple[str, ...] as STR,..."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict:
+        return "TABLE"
     if origin is typing.Literal:
         return "{" + ",".join(map(str, arguments)) + "}"
     if origin is typing.Annotated:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
-from jaxrl.config.section import Section
+from jaxrl.config.section import Section, TemplateKwargs
 
 
 class PromptConfig(Section):
@@ -21,6 +21,10 @@ class PromptConfig(Section):
     prompt_format: str = "{prompt}"
     """Text of the user message; `{prompt}` stands for the prompt in the data."""
 
+    template_kwargs: TemplateKwargs = Field({})
+    """Variables of the chat template, such as {enable_thinking = false}, as a table of their own.
+    A name that the template does not read is an error."""
+
     @field_validator("prompt_format")
     @classmethod
     def _holds_prompt(cls, value: str) -> str:
@@ -33,6 +37,11 @@ class PromptConfig(Section):
             yield (
                 "system_prompt needs a chat template, and template = 'text' uses none; put the "
                 "text into prompt_format, or set template = 'chat'"
+            )
+        if self.template_kwargs and self.template == "text":
+            yield (
+                "template_kwargs are for a chat template, and template = 'text' uses none; remove "
+                "one of the two keys"
             )
 
 

@@ -67,6 +67,25 @@ DtypePolicy = Annotated[
     Precision, PlainValidator(Precision.of), PlainSerializer(lambda precision: precision.text)
 ]
 
+
+def _variables(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a table of keys is expected")
+    _check_plain_tree(value)
+    return value
+
+
+def _check_plain_tree(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for member in value.values() if isinstance(value, dict) else value:
+            _check_plain_tree(member)
+    else:
+        _plain(value)
+
+
+# Variables of a chat template.
+TemplateKwargs = Annotated[dict[str, Any], PlainValidator(_variables)]
+
 RunDir = Annotated[
     str,
     Field(

@@ -38,7 +38,8 @@ def keys(schema: type[Section]) -> dict[str, FieldInfo]:
 def open_tables(schema: type[Section]) -> list[str]:
     """Returns the names of the tables that accept further keys."""
     tables = {name: _table(field) for name, field in schema.model_fields.items()}
-    return [name for name, table in tables.items() if table and issubclass(table, OpenSection)]
+    found = [name for name, table in tables.items() if table and issubclass(table, OpenSection)]
+    return found + [name for name, key in keys(schema).items() if dict in _kinds(key.annotation)]
 
 
 def _table(field: FieldInfo) -> type[Section] | None:
@@ -89,7 +90,7 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
         if name.rpartition(".")[0] not in open_tables(schema):
             raise ConfigError(unknown_key(schema, name))
         try:
-            return _toml_value(text)
+            return _toml_value(text.lower() if text in ("True", "False") else text)
         except ValueError:
             return text
     kinds = _kinds(known[name].annotation)
@@ -157,6 +158,8 @@ def _kinds(annotation: Any) -> set[Any]:
         return {type(value) for value in arguments}
     if origin is typing.Annotated:
         return _kinds(arguments[0])
+    if origin is dict:
+        return {dict}
     if origin is None:
         return {str if annotation is Precision else annotation}
     inner = set().union(*(_kinds(a) for a in arguments if a is not Ellipsis))

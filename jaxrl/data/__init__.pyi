@@ -1,4 +1,10 @@
 from .ends import completion_encoder as completion_encoder, end_note as end_note
+from .messages import (
+    Message as Message,
+    RawPrompt as RawPrompt,
+    read_prompt as read_prompt,
+    read_tools as read_tools,
+)
 from .pairs import (
     Pair as Pair,
     PairColumns as PairColumns,
@@ -8,15 +14,10 @@ from .pairs import (
 from .prompts import (
     Example as Example,
     Prompts as Prompts,
-    RawPrompt as RawPrompt,
-    Rendering as Rendering,
-    Tokenizer as Tokenizer,
     load_prompts as load_prompts,
-    make_renderer as make_renderer,
     most_characters as most_characters,
     next_indices as next_indices,
     prompt_encoder as prompt_encoder,
-    read_prompt as read_prompt,
     start_tokens as start_tokens,
 )
 from .rows import (
@@ -27,3 +28,12 @@ from .rows import (
     read_rows as read_rows,
     read_text as read_text,
 )
+from .templates import (
+    Renderer as Renderer,
+    Rendering as Rendering,
+    Turn as Turn,
+    apply_template as apply_template,
+    make_renderer as make_renderer,
+    template_variables as template_variables,
+)
+from .tokenizer import Tokenizer as Tokenizer

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxrl.data.prompts import Rendering, Tokenizer, apply_template, uses_template
+from jaxrl.data.templates import MARK, Rendering, apply_template, uses_template
+from jaxrl.data.tokenizer import Tokenizer
 
-MARK = "\N{SYMBOL FOR START OF TEXT}"  # stands for the words of a message
 _CONTROL = re.compile(r"[<\[].+[>\]]")
 
 
@@ -18,7 +19,11 @@ class TurnEnd(NamedTuple):
 
 
 def after_words(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Returns the chat template's text after an assistant's words that `messages` follow.
 
@@ -27,7 +32,10 @@ def after_words(
     """
     before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
     text = apply_template(
-        tokenizer, [*before, *messages], add_generation_prompt=add_generation_prompt
+        tokenizer,
+        [*before, *messages],
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
     )
     return text.partition(MARK)[2]
 

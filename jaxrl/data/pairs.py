@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.core.batch import Rollout, given_rollout
-from jaxrl.data import prompts
 from jaxrl.data.ends import completion_encoder
-from jaxrl.data.prompts import RawPrompt, Rendering, Tokenizer
+from jaxrl.data.messages import Message, RawPrompt, read_prompt, read_tools
+from jaxrl.data.prompts import most_characters, prompt_encoder
 from jaxrl.data.rows import Row, read_column
+from jaxrl.data.templates import Renderer, Rendering, make_renderer
+from jaxrl.data.tokenizer import Tokenizer
 
 
 class Pair(NamedTuple):
@@ -57,22 +59,21 @@ def read_pairs(
         is not a number, a tokenizer without an end-of-sequence token, or if no pair is left; the
         message names file, line and key.
     """
-    encode = prompts.prompt_encoder(tokenizer, rendering)
+    encode = prompt_encoder(tokenizer, rendering)
     finish = completion_encoder(tokenizer, rendering)
-    render = prompts.make_renderer(tokenizer, rendering)
-    longest = prompts.most_characters(tokenizer, max_tokens)
+    render = make_renderer(tokenizer, rendering)
+    longest = most_characters(tokenizer, max_tokens)
     pairs: list[Pair] = []
     too_long, where = 0, "the data"
     for where, record in rows:
-        prompt, chosen, rejected = _texts(record, columns, where=where)
-        text = render(prompt, where)
-        if 2 * len(text) + len(chosen) + len(rejected) > longest:
+        texts = _texts(record, columns, render=render, where=where)
+        if sum(len(prompt) + len(completion) for prompt, completion in texts) > longest:
             too_long += 1
             continue
-        tokens = encode(text)
-        if not tokens:
+        tokens = [(encode(prompt), finish(completion)) for prompt, completion in texts]
+        if not all(prompt for prompt, _ in tokens):
             raise ValueError(f"{where}: the prompt has no tokens; a completion needs at least one")
-        better, worse = (given_rollout(tokens, finish(text)) for text in (chosen, rejected))
+        better, worse = (given_rollout(prompt, said) for prompt, said in tokens)
         pair = Pair(better, worse, _margin(record, columns, where=where))
         if pair.length > max_tokens:
             too_long += 1
@@ -87,35 +88,50 @@ def read_pairs(
 
 
 def _texts(
-    record: Mapping[str, Any], columns: PairColumns, *, where: str
-) -> tuple[RawPrompt, str, str]:
-    """Returns the prompt, the chosen and the rejected completion of a row."""
-    before, completions = [], []
+    record: Mapping[str, Any], columns: PairColumns, *, render: Renderer, where: str
+) -> list[tuple[str, str]]:
+    """Returns the rendered prompt and completion of the chosen and of the rejected one."""
+    before, completions = [], list[str | Message]()
     for key in (columns.chosen, columns.rejected):
-        value = prompts.read_prompt(record, key, where=where)
+        value = read_prompt(record, key, where=where)
         if isinstance(value, list) and value[-1]["role"] != "assistant":
             raise ValueError(f"{where}: the last message of {key!r} is not the assistant's")
         before.append([] if isinstance(value, str) else value[:-1])
-        completions.append(value if isinstance(value, str) else value[-1]["content"])
+        completions.append(value if isinstance(value, str) else value[-1])
     if before[0] != before[1]:
         raise ValueError(
             f"{where}: {columns.chosen!r} and {columns.rejected!r} have different prompts"
         )
+    prompt = _prompt(record, columns, before[0], where=where)
+    tools = read_tools(record, where=where)
+    found = []
+    for said in completions:
+        if isinstance(said, str):
+            found.append((render(prompt, where, tools=tools), said))
+        else:
+            found.extend(render.turns(prompt, [said], where, tools=tools))
+    return found
+
+
+def _prompt(
+    record: Mapping[str, Any], columns: PairColumns, before: list[Message], *, where: str
+) -> RawPrompt:
+    """Returns the prompt of a pair, whose completions come after the messages `before`."""
     if columns.prompt is None:
-        if not before[0]:
+        if not before:
             raise ValueError(
                 f"{where}: data.prompt_key = 'none', but {columns.chosen!r} has no messages "
                 "before the completion; name the column of the prompt"
             )
-        return before[0], completions[0], completions[1]
-    prompt = prompts.read_prompt(record, columns.prompt, where=where)
+        return before
+    prompt = read_prompt(record, columns.prompt, where=where)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if before[0] not in ([], messages):
+    if before not in ([], messages):
         raise ValueError(
             f"{where}: the messages before the completion in {columns.chosen!r} differ from "
             f"{columns.prompt!r}; set data.prompt_key = 'none' if they are the prompt"
         )
-    return prompt, completions[0], completions[1]
+    return prompt
 
 
 def _margin(record: Mapping[str, Any], columns: PairColumns, *, where: str) -> float:

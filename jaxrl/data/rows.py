@@ -106,10 +106,29 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path) as file:
             records = (record for batch in file.iter_batches() for record in batch.to_pylist())
             for number, record in enumerate(records, start=1):
-                yield Row(f"{path}: row {number}", record)
+                yield Row(f"{path}: row {number}", _as_written(record))
     except errors as error:
         cause = " ".join(str(error).split())
         raise ValueError(f"{path}: not readable as parquet after row {number}: {cause}") from error
+
+
+def _as_written(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row without the keys that Arrow adds to messages and tools as None, because all
+    rows of a column have the same keys there."""
+    return {
+        key: _without_none(value) if key == "tools" or _has_roles(value) else value
+        for key, value in record.items()
+    }
+
+
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(member) for key, member in value.items() if member is not None}
+    return [_without_none(member) for member in value] if isinstance(value, list) else value
 
 
 def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
@@ -128,7 +147,7 @@ def _read_hub(path: str, *, split: str, subset: str | None) -> Iterator[Row]:
             f"from the Hugging Face hub failed: {error}"
         ) from error
     for number, record in enumerate(rows):
-        yield Row(f"{path}[{split}] row {number}", dict(record))
+        yield Row(f"{path}[{split}] row {number}", _as_written(record))
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {

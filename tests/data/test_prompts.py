@@ -199,11 +199,19 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "message", [{"role": "user", "content": None}, {"role": 3, "content": ""}, {"role": "user"}, 7]
+    ("message", "fault"),
+    [
+        ({"role": "user", "content": None}, r" \(user\): content is None, expected a text"),
+        ({"role": "user"}, r" \(user\): content is None, expected a text"),
+        ({"role": "user", "content": 5}, r" \(user\): content is 5, expected a text or a list of"),
+        ({"role": 3, "content": ""}, ": role is 3, expected a text such as 'user'"),
+        (7, " is 7, expected an object with role and content"),
+    ],
 )
-def test_messages_are_texts(tmp_path: Path, message):
-    path = write(tmp_path / "a.jsonl", [{"question": [message], "answer": 1}])
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'question' is .*expected a text or a list"):
+def test_messages_are_texts(tmp_path: Path, message, fault):
+    before = {"role": "user", "content": "Hi"}
+    path = write(tmp_path / "a.jsonl", [{"question": [before, message], "answer": 1}])
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: 'question', message 2{fault}"):
         prompts(path)
 
 

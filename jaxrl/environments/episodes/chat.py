@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from jaxrl.data.ends import MARK, after_words, control_tokens, turn_end
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.ends import after_words, control_tokens, turn_end
+from jaxrl.data.templates import MARK
+from jaxrl.data.tokenizer import Tokenizer
 
 
 class Chat:
@@ -17,15 +19,17 @@ class Chat:
     end of a turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepares the chat template of a tokenizer; raises ValueError if it is missing or drops
-        messages."""
+    def __init__(
+        self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Prepares the chat template of a tokenizer, and its variables; raises ValueError if it is
+        missing or drops messages."""
         if not tokenizer.chat_template:
             raise ValueError(
                 "the environment needs the model's chat template, and its tokenizer has none; "
                 "add one to its tokenizer_config.json"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
         self._control, self._end = [*control_tokens(tokenizer)], turn_end(tokenizer)
         if MARK not in self._rendered([{"role": "user", "content": MARK}]):
             raise ValueError("the model's chat template drops user messages")
@@ -84,4 +88,9 @@ class Chat:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the template's text after the words of a turn."""
-        return after_words(self.tokenizer, messages, add_generation_prompt=True)
+        return after_words(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=True,
+            template_kwargs=self.template_kwargs,
+        )

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
-from jaxrl.data.prompts import Tokenizer
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.schema import Tool
 
@@ -15,9 +17,10 @@ class EnvironmentContext:
 
     tokenizer: Tokenizer
     tools: Mapping[str, Tool]  # of the config, by name
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
 
     @functools.cached_property
     def chat(self) -> Chat:
         """The renderer of chat messages; raises ValueError if the chat template is missing or drops
         messages."""
-        return Chat(self.tokenizer)
+        return Chat(self.tokenizer, self.template_kwargs)

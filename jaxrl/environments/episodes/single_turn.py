@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.core.batch import Rollout
-from jaxrl.data.prompts import Rendering, Tokenizer, make_renderer, prompt_encoder
+from jaxrl.data.messages import read_prompt, read_tools
+from jaxrl.data.prompts import prompt_encoder
+from jaxrl.data.templates import Rendering, make_renderer
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams
 
 _RENDERING = Rendering()
@@ -26,7 +29,7 @@ def rollouts(
 
     Args:
       sampler: samples the completions.
-      examples: rows with a "prompt", a text or a list of {role, content} messages.
+      examples: rows with a "prompt", a text or a list of messages, and maybe with "tools".
       tokenizer: the model's; its chat template renders the prompts if there is one.
       reward: (text of a completion, its example) -> a number.
       params: parameters of sampling.
@@ -41,7 +44,9 @@ def rollouts(
     render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
     prompts = []
     for i, example in enumerate(examples):
-        text = render(example["prompt"], f"example {i}")
+        where = f"example {i}"
+        prompt = read_prompt(example, "prompt", where=where)
+        text = render(prompt, where, tools=read_tools(example, where=where))
         prompts.append(np.array(encode(text), np.int32))
     found: dict[tuple[int, int], Rollout] = {}
     for completion in sampler.sample(prompts, params, group_size=group_size):

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.prompts import Example, apply_template
+from jaxrl.data.prompts import Example
+from jaxrl.data.templates import apply_template
 from jaxrl.environments.connectors.verifiers import Host, Message
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
@@ -38,7 +39,12 @@ class VerifiersEpisode:
         if "messages" not in told:
             raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
         self._seen = [_plain(m) for m in told["messages"]]
-        text = apply_template(self._chat.tokenizer, self._seen, tools=told["tools"])
+        text = apply_template(
+            self._chat.tokenizer,
+            self._seen,
+            tools=told["tools"],
+            template_kwargs=self._chat.template_kwargs,
+        )
         return self._chat.encode(text)
 
     async def step(self, completion: np.ndarray) -> Step:

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: token cross-entropy over completion tokens, packed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl.builders.prompts import rendering
@@ -8,6 +8,7 @@ from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core import Hosts, Minibatch, Rollout, given_rollout, pack_minibatch
 from jaxrl.data import (
+    Message,
     RawPrompt,
     Rendering,
     Row,
@@ -19,6 +20,7 @@ from jaxrl.data import (
     read_prompt,
     read_rows,
     read_text,
+    read_tools,
     start_tokens,
 )
 from jaxrl.huggingface import Checkpoint
@@ -86,7 +88,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     finish, start = completion_encoder(tokenizer, rendered), start_tokens(tokenizer)
     longest = most_characters(tokenizer, max_tokens)
 
-    def read(row: Row) -> list[tuple[str, str]]:
+    def read(row: Row) -> Sequence[tuple[str, str]]:
         where, record = row
         if config.text_key is not None:
             return [("", read_text(record, config.text_key, where=where))]
@@ -94,8 +96,11 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         if config.prompt_key is not None:
             before = read_prompt(record, config.prompt_key, where=where)
         given = read_prompt(record, config.completion_key, where=where)
-        turns = _turns(before, given, where=f"{where}: {config.completion_key!r}")
-        return [(render(prompt, where), completion) for prompt, completion in turns]
+        tools = read_tools(record, where=where)
+        if isinstance(given, str) and before is not None:
+            return [(render(before, where, tools=tools), given)]
+        prompt, answer = _parted(before, given, where=f"{where}: {config.completion_key!r}")
+        return list(render.turns(prompt, answer, where, tools=tools))
 
     short, too_long = list[Rollout](), 0
     pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))
@@ -127,16 +132,13 @@ def _rendering(config: SFTDataConfig) -> Rendering:
     return rendering(config) if config.text_key is None else Rendering(template="text")
 
 
-def _turns(
+def _parted(
     prompt: RawPrompt | None, given: RawPrompt, *, where: str
-) -> Iterator[tuple[RawPrompt, str]]:
-    """Yields the (prompt, completion) pairs of a row. `given` is the completion, a message of the
-    assistant with it, or without a `prompt` a whole conversation."""
+) -> tuple[RawPrompt, list[Message]]:
+    """Returns the prompt and the messages after it. `given` is a message of the assistant, or
+    without a `prompt` a whole conversation."""
     if isinstance(given, str):
-        if prompt is None:
-            raise ValueError(f"{where} is a text; with data.prompt_key = 'none' write messages")
-        yield prompt, given
-        return
+        raise ValueError(f"{where} is a text; with data.prompt_key = 'none' write messages")
     said = [i for i, message in enumerate(given) if message["role"] == "assistant"]
     if prompt is not None:
         if len(given) != 1 or not said:
@@ -144,9 +146,7 @@ def _turns(
                 f"{where} has {len(given)} messages, expected one of the assistant; set "
                 "data.prompt_key = 'none' if they are a whole conversation"
             )
-        yield prompt, given[0]["content"]
-        return
+        return prompt, given
     if not said or said[0] == 0:
         raise ValueError(f"{where} has no message of the assistant after another one")
-    for i in said:
-        yield given[:i], given[i]["content"]
+    return given[: said[0]], given[said[0] : said[-1] + 1]
