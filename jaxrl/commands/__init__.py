@@ -11,6 +11,7 @@ COMMANDS = {
     "reward-model": "train a reward model on preference pairs",
     "eval": "measure accuracy, and keep the prompts that a model solves sometimes",
     "generate": "sample completions for prompts",
+    "data": "show what a model reads: rows, lengths, special and trained tokens",
     "doctor": "measure how each dtype policy distorts the importance ratio",
     "plan": "compile a run's step for chips you do not have: memory and speed",
     "serve": "run vLLM servers that accept weights from a learner",

@@ -9,6 +9,7 @@ import functools
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds
 from jaxrl.commands import options
 from jaxrl.commands.paths import find_inputs
+from jaxrl.config import toml_file
 from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig, SamplingConfig
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     config, arguments = options.parse_arguments(parser(), GenerateConfig, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     texts = arguments.prompts or _lines()
-    config = find_inputs(config)
+    config = as_trained(find_inputs(config))
     checkpoint = Checkpoint(config.model.path)
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
     prompts = _tokenise(texts, tokenizer, config, positions=positions)
@@ -102,6 +104,26 @@ def main(argv: Sequence[str]) -> int:
                 note = ""
             print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
     return 0
+
+
+def as_trained(config: GenerateConfig) -> GenerateConfig:
+    """Returns the config with the prompts of the run that wrote the model to RUN/model, where the
+    command line does not set them; says so on standard error."""
+    directory = Path(config.model.path)
+    file = directory.parent / "config.toml"
+    if directory.name != "model" or not file.is_file():
+        return config
+    trained = toml_file.read_tree(file).get("data", {})
+    plain, given = PromptConfig().model_dump(), config.prompt.model_dump(exclude_unset=True)
+    same = {
+        key: trained[key] for key in plain if trained.get(key, "none") not in ("none", plain[key])
+    }
+    if not (taken := {key: value for key, value in same.items() if key not in given}):
+        return config
+    shown = ", ".join(f"{key} = {toml_file.toml_text(value)}" for key, value in taken.items())
+    print(f"prompts as in {file}: {shown}", file=sys.stderr, flush=True)
+    prompt = toml_file.validate(PromptConfig, taken | given)
+    return config.model_copy(update={"prompt": prompt})
 
 
 def _lines() -> list[str]:

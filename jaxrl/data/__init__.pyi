@@ -1,4 +1,5 @@
 from .ends import completion_encoder as completion_encoder, end_note as end_note
+from .look import length_line as length_line, marked_text as marked_text, one_line as one_line
 from .messages import (
     Message as Message,
     RawPrompt as RawPrompt,

@@ -19,7 +19,7 @@ from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, disagreement
-from jaxrl.data import end_note
+from jaxrl.data import end_note, length_line, marked_text, one_line
 from jaxrl.diagnostics import Score
 from jaxrl.learner import Checkpoints, State
 from jaxrl.sharding import Layout
@@ -174,6 +174,9 @@ def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> It
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
+    if examples := task.prompts.examples:
+        yield f"data.path: {length_line('prompts', [len(one.tokens) for one in examples])}"
+        yield f"the first: {one_line(marked_text(task.tokenizer, examples[0].tokens))}"
     if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
         yield end
     if (advice := disagreement(config.precision)) is not None:

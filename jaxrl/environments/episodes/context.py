@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
@@ -17,7 +16,8 @@ class EnvironmentContext:
 
     tokenizer: Tokenizer
     tools: Mapping[str, Tool]  # of the config, by name
-    template_kwargs: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
+    # Variables of the chat template.
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def chat(self) -> Chat:

@@ -17,8 +17,16 @@ from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core import Hosts, Metrics, Minibatch, jit, to_floats
-from jaxrl.data import Rendering, end_note, next_indices
+from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, jit, to_floats
+from jaxrl.data import (
+    Rendering,
+    Tokenizer,
+    end_note,
+    length_line,
+    marked_text,
+    next_indices,
+    one_line,
+)
 from jaxrl.learner import (
     Checkpoints,
     Learner,
@@ -208,6 +216,16 @@ def end_notes(setup: Setup, rendering: Rendering) -> list[str]:
     """Returns a line that names the end of a turn, if it is not the tokenizer's own end."""
     note = end_note(setup.checkpoint.tokenizer, rendering) if setup.hosts.leads else None
     return [] if note is None else [note]
+
+
+def look_notes(tokenizer: Tokenizer, lengths: Sequence[int], *, first: Rollout) -> list[str]:
+    """Returns lines about what the model reads: lengths in tokens, and a first row in which the
+    trained tokens are marked."""
+    shown = marked_text(tokenizer, first.prompt, first.completion)
+    return [
+        f"data.path: {length_line('rows', lengths)}",
+        f"the first, trained in ⟦ ⟧: {one_line(shown)}",
+    ]
 
 
 def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:

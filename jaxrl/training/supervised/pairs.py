@@ -12,7 +12,7 @@ from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig,
 from jaxrl.core import Hosts, Metrics, Minibatch, MinibatchShape, merge, pack_minibatch, to_floats
 from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs, read_rows
 from jaxrl.models import Params
-from jaxrl.training.supervised.fit import FitResult, Task, end_notes, fit, too_long_note
+from jaxrl.training.supervised.fit import FitResult, Task, end_notes, fit, look_notes, too_long_note
 
 
 class PairData(NamedTuple):
@@ -87,6 +87,7 @@ def fit_pairs(
         measure=measured,
         eval_every=config.eval.every,
         notes=[
+            *_look(data.training.pairs, setup.checkpoint.tokenizer),
             *end_notes(setup, rendering(config.data)),
             *too_long_note("data.path", data.training.too_long, config=config),
             *too_long_note("data.eval_path", data.held_out.too_long, config=config),
@@ -94,3 +95,9 @@ def fit_pairs(
         **task,
     )
     return fit(config, made)
+
+
+def _look(pairs: Sequence[Pair], tokenizer: Tokenizer) -> list[str]:
+    """Returns lines about the pairs; none on processes without them."""
+    lengths = [one.length for one in pairs]
+    return look_notes(tokenizer, lengths, first=pairs[0].chosen) if pairs else []

@@ -32,6 +32,7 @@ from jaxrl.training.supervised.fit import (
     check_resumable,
     end_notes,
     fit,
+    look_notes,
     too_long_note,
 )
 
@@ -69,6 +70,7 @@ def finetune(config: SFTConfig) -> FitResult:
         rows=texts.sequences,
         pack=pack,
         notes=[
+            *_look(texts.sequences, checkpoint.tokenizer),
             *end_notes(setup, _rendering(config.data)),
             *too_long_note("data.path", texts.too_long, config=config),
         ],
@@ -125,6 +127,12 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
     return Texts(short, too_long)
+
+
+def _look(sequences: Sequence[Rollout], tokenizer: Tokenizer) -> list[str]:
+    """Returns lines about the texts; none on processes without them."""
+    lengths = [one.length for one in sequences]
+    return look_notes(tokenizer, lengths, first=sequences[0]) if sequences else []
 
 
 def _rendering(config: SFTDataConfig) -> Rendering:
