@@ -54,7 +54,7 @@ def _prompts(config: Config, tokenizer: data.Tokenizer) -> Iterator[str]:
     rows = read_rows(c.path)
     found = load_prompts(c, tokenizer, rows=rows, tools=tools)
     limit = f"data.max_prompt_tokens = {c.max_prompt_tokens}"
-    yield f"{c.path}: {length_line('prompts', [len(one.tokens) for one in found.examples])}"
+    yield f"{c.path}, {length_line('prompts', [len(one.tokens) for one in found.examples])}"
     yield f"dropped, because they have more tokens than {limit}: {found.too_long}"
     yield f"the first:\n\n{marked_text(tokenizer, found.examples[0].tokens)}\n"
 
@@ -75,7 +75,7 @@ def _texts(
         texts = tokenize(read_rows(path), tokenizer, config=config.data, max_tokens=most)
         lengths, pair = [one.length for one in texts.pairs], texts.pairs[0]
         kind, first = "pairs", {"the first, chosen": pair.chosen, "rejected": pair.rejected}
-    yield f"{path}: {length_line(kind, lengths)}"
+    yield f"{path}, {length_line(kind, lengths)}"
     yield f"dropped, because they have more tokens than train.row_length = {most}: {texts.too_long}"
     for name, one in first.items():
         yield f"{name}:\n\n{marked_text(tokenizer, one.prompt, one.completion)}\n"

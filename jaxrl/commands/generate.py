@@ -115,10 +115,9 @@ def as_trained(config: GenerateConfig) -> GenerateConfig:
         return config
     trained = toml_file.read_tree(file).get("data", {})
     plain, given = PromptConfig().model_dump(), config.prompt.model_dump(exclude_unset=True)
-    same = {
-        key: trained[key] for key in plain if trained.get(key, "none") not in ("none", plain[key])
-    }
-    if not (taken := {key: value for key, value in same.items() if key not in given}):
+    open_keys = [key for key in plain if key in trained and key not in given]
+    taken = {k: trained[k] for k in open_keys if trained[k] not in ("none", plain[k])}
+    if not taken:
         return config
     shown = ", ".join(f"{key} = {toml_file.toml_text(value)}" for key, value in taken.items())
     print(f"prompts as in {file}: {shown}", file=sys.stderr, flush=True)

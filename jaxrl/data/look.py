@@ -14,8 +14,8 @@ def length_line(kind: str, lengths: Sequence[int]) -> str:
     """Returns the number of sequences and their lengths in tokens, as one line."""
     median, high = np.percentile(lengths, [50, 99], method="higher")
     return (
-        f"{len(lengths)} {kind} of {median} tokens at the median, {high} at the 99th percentile, "
-        f"{max(lengths)} at most"
+        f"{kind}: {len(lengths)}; tokens: median {median}, 99th percentile {high}, "
+        f"longest {max(lengths)}"
     )
 
 

@@ -175,7 +175,7 @@ def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> It
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
     if examples := task.prompts.examples:
-        yield f"data.path: {length_line('prompts', [len(one.tokens) for one in examples])}"
+        yield f"data.path, {length_line('prompts', [len(one.tokens) for one in examples])}"
         yield f"the first: {one_line(marked_text(task.tokenizer, examples[0].tokens))}"
     if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
         yield end

@@ -223,7 +223,7 @@ def look_notes(tokenizer: Tokenizer, lengths: Sequence[int], *, first: Rollout) 
     trained tokens are marked."""
     shown = marked_text(tokenizer, first.prompt, first.completion)
     return [
-        f"data.path: {length_line('rows', lengths)}",
+        f"data.path, {length_line('rows', lengths)}",
         f"the first, trained in ⟦ ⟧: {one_line(shown)}",
     ]
 
