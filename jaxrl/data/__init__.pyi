@@ -33,8 +33,6 @@ from .templates import (
     Renderer as Renderer,
     Rendering as Rendering,
     Turn as Turn,
-    apply_template as apply_template,
     make_renderer as make_renderer,
-    template_variables as template_variables,
 )
 from .tokenizer import Tokenizer as Tokenizer
