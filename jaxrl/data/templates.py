@@ -89,13 +89,14 @@ class Renderer:
         """Yields each turn of the assistant in `answer`, the messages after a prompt. Each is
         rendered as the last message of its conversation, as in sampling."""
         if not self._chat:
-            (message,) = answer
+            text = self._text(prompt, where, tools=tools)
+            (message,) = answer  # a text as prompt comes with one
             if not isinstance(message["content"], str) or set(message) > {"role", "content"}:
                 raise ValueError(
                     f"{where}: the assistant's message holds more than a text; it needs a chat "
                     "template"
                 )
-            yield Turn(self._text(prompt, where, tools=tools), message["content"])
+            yield Turn(text, message["content"])
             return
         try:
             tools, before = self._tools(tools), self._messages(prompt)
