@@ -18,6 +18,7 @@ from jaxrl.data.templates import Rendering, make_renderer, template_variables
 from jaxrl.training.supervised.sft import load_texts
 from tests import published
 from tests.data.conversations import CLOCK, talk
+from tests.huggingface.test_published_templates import FAMILIES, table
 
 WITH_TOOLS = ("qwen2_5", "qwen3", "mistral_nemo")
 WHOLE = {"prompt_key": "none", "completion_key": "messages"}
@@ -261,3 +262,21 @@ def test_prompts_of_reinforcement_learning(tmp_path: Path, name):
         load(Rendering(tools=(CLOCK,)))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the prompt is a list of messages"):
         load(Rendering(template="text"))
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILIES.items())
+def test_the_page_says_what_the_templates_show(family, name):
+    tokenizer, cells = tokenizer_of(name), table()[family]
+
+    def said(*, tools: Any = None, **keys: Any) -> str:
+        messages = [HELLO[0], {**HELLO[1], "content": ""} | keys]
+        return tokenizer.apply_chat_template(messages, tokenize=False, tools=tools)
+
+    calls = talk()[1]["tool_calls"]
+    shown = {
+        "tools shown": said(tools=[CLOCK]) != said(),
+        "calls shown": said(tool_calls=calls) != said(),
+        "thoughts shown": said(reasoning_content="Hm.") != said(),
+    }
+    assert {key: cells[key] == "yes" for key in shown} == shown
+    assert cells["variables"] == ", ".join(sorted(template_variables(tokenizer)))

@@ -38,8 +38,6 @@ TALK = [
     {"role": "user", "content": "And in La Paz?"},
     {"role": "assistant", "content": "At about 87 °C."},
 ]
-# The template writes an empty thought in front of the words of the last turn.
-THINKING = ("qwen3",)
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -116,8 +114,7 @@ def test_prompts_and_rows_have_the_ids_of_transformers(name, tmp_path):
     whole, (row,) = ids(tokenizer, TALK, prompt=False), rows_of(tokenizer, path)
     last = len(whole) - whole[::-1].index(row[1][-1])
     assert row[0] == prompt
-    assert whole[:last][-len(row[1]) :] == row[1]
-    assert (row[0] + row[1] == whole[:last]) == (name not in THINKING)
+    assert row[0] + row[1] == whole[:last]
     pairs = read_pairs(
         iter([*read_rows(str(write(tmp_path / "b.jsonl", {"c": TALK, "r": TALK})))]),
         tokenizer,
