@@ -80,7 +80,13 @@ def write_model(directory: Path, model: dict, *, seed: int) -> None:
 
 
 def write_untrained(
-    directory: Path, model: dict, tokenizer: str, *, vocab_size: int, seed: int
+    directory: Path,
+    model: dict,
+    tokenizer: str,
+    *,
+    vocab_size: int,
+    seed: int,
+    template: str = TEMPLATE,
 ) -> None:
     """Writes a Hugging Face checkpoint with random weights. `model` is config.json without the
     vocabulary, `tokenizer` is tokenizer.json, with <|pad|> as 0 and <|end|> as 1."""
@@ -95,7 +101,7 @@ def write_untrained(
         "pad_token": SPECIAL[0],
         "eos_token": SPECIAL[1],
         "unk_token": SPECIAL[-1],
-        "chat_template": TEMPLATE,
+        "chat_template": template,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")

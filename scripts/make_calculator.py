@@ -17,13 +17,31 @@ from pathlib import Path
 from make_arithmetic import MODEL, PRINTABLE, parse_arguments, write_rows, write_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxrl.environments import load_tools
 from jaxrl.environments.tools.builtin import calculator
 
 SIZES = {"sft": 16_000, "train": 2_000, "held_out": 400}
 CALLS = {"+": 0.02, "*": 0.25}  # share of problems that sft.jsonl gives to the calculator
 SLIPS = 0.2  # share of these calls with a wrong digit
-SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unknown|>")
+SPECIAL = (
+    "<|pad|>",
+    "<|end|>",
+    "<|tools|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<|unknown|>",
+)
 ADDED = ("<tool_call>", "</tool_call>")
+# Of the tools, the prompt shows the names.
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [tool.schema for tool in load_tools(["calculator"]).values()]
 
 
 def main() -> None:
@@ -48,8 +66,14 @@ def write_model(directory: Path, model: dict, *, seed: int) -> None:
     added = json.loads(tokenizer.to_str())
     for token in added["added_tokens"]:
         token["special"] = token["content"] in SPECIAL  # calls stay text for the tools to parse
-    size = tokenizer.get_vocab_size()
-    write_untrained(directory, model, json.dumps(added), vocab_size=size, seed=seed)
+    write_untrained(
+        directory,
+        model,
+        json.dumps(added),
+        vocab_size=tokenizer.get_vocab_size(),
+        seed=seed,
+        template=TEMPLATE,
+    )
 
 
 def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -> None:
@@ -62,7 +86,7 @@ def write_texts(directory: Path, sizes: dict[str, int], *, rng: random.Random) -
         for i in range(size):
             total = rng.choice(small) if i % 2 else next(large)
             if name == "sft":
-                rows += student(total, rng=rng)
+                rows += (row | {"tools": TOOLS} for row in student(total, rng=rng))
             else:
                 rows.append({"prompt": f"{total}=?", "answer": calculator(total)})
         write_rows(directory / f"{name}.jsonl", rows)

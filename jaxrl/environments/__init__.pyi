@@ -20,6 +20,7 @@ from .episodes.runner import (
     TurnScheduler as TurnScheduler,
 )
 from .episodes.single_turn import as_rollout as as_rollout, rollouts as rollouts
+from .episodes.tool_chat import ToolChat as ToolChat
 from .isolation.sandbox import (
     ProgramResult as ProgramResult,
     SandboxError as SandboxError,
@@ -47,12 +48,12 @@ from .rewards.score import (
     score as score,
     with_component as with_component,
 )
+from .tools.formats import ToolCall as ToolCall
+from .tools.reading import Reading as Reading
 from .tools.schema import (
     Tool as Tool,
-    ToolCall as ToolCall,
     ToolError as ToolError,
     ToolResult as ToolResult,
     load_tools as load_tools,
     make_tool as make_tool,
-    parse_tool_calls as parse_tool_calls,
 )

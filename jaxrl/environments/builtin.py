@@ -22,11 +22,12 @@ def agent(
     """Lets the policy call tools until a turn contains no call; see `Agent`.
 
     Each call costs `call_cost` of the reward. Tool results are cut to `max_characters`. Raises
-    ValueError without tools or without a chat template.
+    ValueError without tools, or as `ToolChat`.
     """
     if not context.tools:
         raise ValueError("environment.tools is empty: an agent needs at least one tool")
-    return Agent(context.chat, context.tools, call_cost=call_cost, max_characters=max_characters)
+    chat, tools = context.tool_chat, context.tools
+    return Agent(chat, tools, call_cost=call_cost, max_characters=max_characters)
 
 
 def text_game(context: EnvironmentContext, *, game: str) -> Environment:

@@ -18,7 +18,9 @@ from jaxrl.data.rows import Row
 from jaxrl.environments import builtin
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.builtin import calculator, python
-from jaxrl.environments.tools.schema import load_tools, make_tool, parse_tool_calls, run_tool_call
+from jaxrl.environments.tools.formats import FORMATS, ToolCall
+from jaxrl.environments.tools.reading import read_calls
+from jaxrl.environments.tools.schema import load_tools, make_tool, run_tool_call
 from jaxrl.environments.tools.search import Index, read_corpus
 
 # As Qwen's: schemas come first, consecutive tool messages share a turn of the user.
@@ -30,7 +32,9 @@ QWEN = """
 {%- if loop.previtem.role != "tool" %}{{ '<|im_start|>user' }}{%- endif %}
 {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != "tool" %}{{ '<|im_end|>\n' }}{%- endif %}
-{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"""
 PLAIN = """{%- for m in messages %}{%- if m.role == "tool" %}{{ raise_exception("no tools") }}
@@ -59,6 +63,10 @@ def tokenizer(template: str) -> Any:
 
 
 QWEN_TOKENIZER = tokenizer(QWEN)
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    return read_calls(text, FORMATS["json"], tools={}).calls
 
 
 def ids(text: str, of: Any = QWEN_TOKENIZER) -> np.ndarray:
@@ -361,15 +369,15 @@ def test_calculator_demonstrations_match_episodes(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "SLIPS", 0.0)
     asks, answers = script.student("12*34", rng=random.Random(0))
     turn = ids(asks["completion"] + "<|end|>", tokens)
-    chat = Chat(tokens)
-    (made,) = parse_tool_calls(chat.decode(turn))
-    said = asyncio.run(run_tool_call(made, TOOLS)).text
-    assert said == answers["completion"] == "408"
+    chat = builtin.EnvironmentContext(tokens, load_tools(["calculator"])).tool_chat
 
     def rendered(messages):
-        kwargs = {"tokenize": False, "add_generation_prompt": True}
+        kwargs = {"tokenize": False, "add_generation_prompt": True, "tools": script.TOOLS}
         return ids(tokens.apply_chat_template(messages, **kwargs), tokens)
 
     prompt = rendered([{"role": "user", "content": asks["prompt"]}])
-    seen = chat.tool_messages([said], after=turn)
+    read = chat.read(turn, prompt=prompt).calls
+    said = asyncio.run(run_tool_call(*read, TOOLS)).text
+    assert said == answers["completion"] == "408"
+    seen = chat.results([{"role": "tool", "content": said}], calls=read, after=turn)
     assert np.concatenate([prompt, turn, seen]).tolist() == rendered(answers["prompt"]).tolist()

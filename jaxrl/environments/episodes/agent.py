@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import Step
-from jaxrl.environments.episodes.chat import Chat
-from jaxrl.environments.tools.schema import Tool, parse_tool_calls, run_tool_call
+from jaxrl.environments.episodes.tool_chat import ToolChat
+from jaxrl.environments.tools.schema import Tool, run_tool_call
 
 
 class Agent:
@@ -15,25 +15,28 @@ class Agent:
     functions score the last turn."""
 
     def __init__(
-        self, chat: Chat, tools: Mapping[str, Tool], *, call_cost: float, max_characters: int
+        self, chat: ToolChat, tools: Mapping[str, Tool], *, call_cost: float, max_characters: int
     ) -> None:
         """Creates one episode; `builtin.agent` describes the arguments."""
         self._chat, self._tools = chat, tools
+        self._prompt = np.zeros(0, np.int32)  # what the policy has read last
         self._call_cost, self._max_characters = call_cost, max_characters
 
     async def reset(self, example: Example) -> np.ndarray:
-        """Returns the rendered prompt, i32[P], with the tool schemas if the template shows them."""
-        return example.tokens
+        """Returns the rendered prompt, i32[P], which shows the tools."""
+        self._prompt = example.tokens
+        return self._prompt
 
     async def step(self, completion: np.ndarray) -> Step:
         """Runs the tool calls of a turn in order; ends the episode if there are none."""
-        calls = parse_tool_calls(self._chat.decode(completion))
+        calls = self._chat.read(completion, prompt=self._prompt).calls
         if not calls:
             return Step(done=True, metrics={"tool_calls": 0, "tool_errors": 0})
         results = [await run_tool_call(call, self._tools) for call in calls]
-        texts = [self._truncate(result.text) for result in results]
+        messages = [{"role": "tool", "content": self._truncate(r.text)} for r in results]
+        self._prompt = self._chat.results(messages, calls=calls, after=completion)
         return Step(
-            self._chat.tool_messages(texts, after=completion),
+            self._prompt,
             reward=-self._call_cost * len(calls),
             metrics={"tool_calls": len(calls), "tool_errors": sum(r.failed for r in results)},
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.ends import after_words, control_tokens, turn_end
-from jaxrl.data.templates import MARK
+from jaxrl.data.templates import MARK, apply_template
 from jaxrl.data.tokenizer import Tokenizer
 
 
@@ -85,6 +85,15 @@ class Chat:
         for token in self._control:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Renders a conversation with the model's chat template, up to the beginning of the next
+        turn; raises ValueError if the template fails."""
+        return apply_template(
+            self.tokenizer, messages, tools=tools, template_kwargs=self.template_kwargs
+        )
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the template's text after the words of a turn."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments.episodes.chat import Chat
+from jaxrl.environments.episodes.tool_chat import ToolChat
 from jaxrl.environments.tools.schema import Tool
 
 
@@ -24,3 +25,9 @@ class EnvironmentContext:
         """The renderer of chat messages; raises ValueError if the chat template is missing or drops
         messages."""
         return Chat(self.tokenizer, self.template_kwargs)
+
+    @functools.cached_property
+    def tool_chat(self) -> ToolChat:
+        """The reader of tool calls; raises ValueError if the chat template does not show the tools
+        or writes calls in no format that is read."""
+        return ToolChat(self.chat, [tool.schema for tool in self.tools.values()])

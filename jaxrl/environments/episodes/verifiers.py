@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.prompts import Example
-from jaxrl.data.templates import apply_template
 from jaxrl.environments.connectors.verifiers import Host, Message
 from jaxrl.environments.episodes.base import Step
 from jaxrl.environments.episodes.chat import Chat
-from jaxrl.environments.tools.schema import parse_tool_calls
+from jaxrl.environments.episodes.tool_chat import ToolChat
+from jaxrl.environments.tools.formats import ToolCall
 
 
 class VerifiersEpisode:
@@ -27,10 +27,12 @@ class VerifiersEpisode:
         """Creates one episode."""
         self._chat, self._host = chat, host
         self._name, self._seen, self._numbers = "", list[Message](), itertools.count()
+        self._tools: ToolChat | None = None  # None without tools
+        self._calls, self._prompt = list[ToolCall](), np.zeros(0, np.int32)
 
     async def reset(self, example: Example) -> np.ndarray:
         """Returns the task's first request, rendered with its tools, i32[P]; raises ValueError if
-        the data has no column `task`."""
+        the data has no column `task`, or as `ToolChat`."""
         index = example.row.get("task")
         if not isinstance(index, int):
             raise ValueError(f"the column task is {index!r}; expected the index of a task")
@@ -39,13 +41,10 @@ class VerifiersEpisode:
         if "messages" not in told:
             raise RuntimeError(f"verifiers: task {index} ended before the policy's first turn")
         self._seen = [_plain(m) for m in told["messages"]]
-        text = apply_template(
-            self._chat.tokenizer,
-            self._seen,
-            tools=told["tools"],
-            template_kwargs=self._chat.template_kwargs,
-        )
-        return self._chat.encode(text)
+        if told["tools"]:
+            self._tools = ToolChat(self._chat, told["tools"])
+        self._prompt = self._chat.encode(self._chat.render(self._seen, tools=told["tools"]))
+        return self._prompt
 
     async def step(self, completion: np.ndarray) -> Step:
         """Answers the environment's request with a turn; raises ValueError if the next request does
@@ -61,7 +60,13 @@ class VerifiersEpisode:
                 "sequence of tokens, to which messages can only be appended"
             )
         self._seen = messages
-        return Step(self._chat.messages(messages[before + 1 :], after=completion))
+        self._prompt = self._answer(messages[before + 1 :], after=completion)
+        return Step(self._prompt)
+
+    def _answer(self, messages: Sequence[Message], *, after: np.ndarray) -> np.ndarray:
+        if self._tools is None:
+            return self._chat.messages(messages, after=after)
+        return self._tools.results(messages, calls=self._calls, after=after)
 
     def close(self) -> None:
         """Abandons the episode if it runs."""
@@ -70,19 +75,21 @@ class VerifiersEpisode:
 
     def _turn(self, completion: np.ndarray) -> Message:
         """Returns a turn as an assistant's message; well-formed calls become tool calls."""
-        text = self._chat.tokenizer.decode(completion, skip_special_tokens=True)
-        calls = [c for c in parse_tool_calls(self._chat.decode(completion)) if c.error is None]
-        if not calls:
-            return {"content": text}
+        self._calls, begin = [], 0
+        if self._tools is not None:
+            read = self._tools.read(completion, prompt=self._prompt)
+            self._calls, begin = [c for c in read.calls if c.error is None], read.begin
+        if not self._calls:
+            return {"content": self._chat.tokenizer.decode(completion, skip_special_tokens=True)}
         named = [
             {
                 "id": f"call_{next(self._numbers)}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }
-            for call in calls
+            for call in self._calls
         ]
-        return {"content": text.partition("<tool_call>")[0], "tool_calls": named}
+        return {"content": self._chat.decode(completion)[:begin], "tool_calls": named}
 
 
 def _plain(message: Message) -> Message:

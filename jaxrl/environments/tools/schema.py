@@ -1,12 +1,7 @@
-"""Tools: typed functions, their JSON schemas, and the calls that a model writes.
-
-A call has the format of Hermes and Qwen:
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-"""
+"""Tools: typed functions, their JSON schemas, and the running of calls."""
 
 import inspect
 import json
-import re
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,22 +11,14 @@ import pydantic
 from jaxrl.core import plugins
 from jaxrl.environments.isolation.sandbox import SandboxError
 from jaxrl.environments.tools import builtin
+from jaxrl.environments.tools.formats import ToolCall
 from jaxrl.environments.tools.search import make_search
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ToolError(ValueError):
     """An error in a tool call, worded for the model."""
-
-
-class ToolCall(NamedTuple):
-    """A call that a model wrote; `error` describes a malformed one."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    error: str | None = None
 
 
 class ToolResult(NamedTuple):
@@ -104,25 +91,6 @@ def load_tools(references: Sequence[str]) -> dict[str, Tool]:
             raise ValueError(f"environment.tools names two tools {tool.name!r}; rename one")
         tools[tool.name] = tool
     return tools
-
-
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in a turn, malformed ones included."""
-    return [_parse(body, bool(end)) for body, end in _CALL.findall(text)]
-
-
-def _parse(body: str, ended: bool) -> ToolCall:
-    if not ended:
-        return ToolCall("", {}, "the call does not end with </tool_call>")
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not JSON: {error}")
-    name = content.get("name") if isinstance(content, dict) else None
-    arguments = content.get("arguments", {}) if isinstance(content, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall("", {}, 'a call is {"name": "...", "arguments": {...}}')
-    return ToolCall(name, arguments)
 
 
 async def run_tool_call(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
