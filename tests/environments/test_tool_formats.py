@@ -13,7 +13,6 @@ from jaxrl.environments.episodes.tool_chat import ToolChat
 from jaxrl.environments.tools.formats import FORMATS, ToolCall
 from jaxrl.environments.tools.reading import read_calls
 from jaxrl.environments.tools.schema import make_tool
-from tests import published
 from tests.environments.test_tools import QWEN_TOKENIZER, TOOLS, example, ids, tokenizer
 
 
@@ -206,49 +205,6 @@ def test_a_template_without_tools_is_refused(template, message):
     context = builtin.EnvironmentContext(tokenizer(template), {"calculator": TOOLS["calculator"]})
     with pytest.raises(ValueError, match=message):
         builtin.agent(context)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "llama3", "llama3_1", "deepseek_v3"])
-def test_published_templates_without_tools_are_refused(name):
-    context = builtin.EnvironmentContext(published.tokenizer(name), TOOLS)
-    with pytest.raises(ValueError, match=rf"{name}.* does not show the tools weather, later"):
-        builtin.agent(context)
-
-
-def own_rendering(made: Any, messages: list[dict[str, Any]]) -> list[int]:
-    text = made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return made.encode(text, add_special_tokens=False)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "mistral_nemo"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_published_templates_render_episodes_themselves(name, count):
-    """Prompt, sampled calls and results are what the template makes of all messages."""
-    made = published.tokenizer(name)
-    chat = ToolChat(Chat(made), [WEATHER.schema])
-    calls = [
-        {
-            "type": "function",
-            "function": {"name": "weather", "arguments": GIVEN | {"days": number}},
-            "id": f"abcdefg{number:02}",
-        }
-        for number in range(count)
-    ]
-    user = {"role": "user", "content": "hi"}
-    called = {"role": "assistant", "content": "", "tool_calls": calls}
-    results = [
-        {"role": "tool", "content": f"{7 + number}", "tool_call_id": call["id"]}
-        for number, call in enumerate(calls)
-    ]
-    prompt = own_rendering(made, [user])
-    whole = own_rendering(made, [user, called, *results])
-    end = whole.index(made.eos_token_id, len(prompt)) + 1
-    turn = np.array(whole[len(prompt) : end], np.int32)
-    read = chat.read(turn, prompt=np.array(prompt, np.int32)).calls
-    assert [call.arguments["days"] for call in read] == list(range(count))
-    answers = [{"role": "tool", "content": message["content"]} for message in results]
-    seen = chat.results(answers, calls=read, after=turn)
-    assert [*prompt, *turn, *seen] == whole
 
 
 # How a template writes one call.

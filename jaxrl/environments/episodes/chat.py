@@ -51,17 +51,12 @@ class Chat:
         turn, as token ids i32[N]. Control tokens in the text are escaped."""
         return self.messages([{"role": "user", "content": text}], after=after)
 
-    def tool_messages(self, texts: Sequence[str], *, after: np.ndarray) -> np.ndarray:
-        """Renders tool results as `user_message` does, i32[N].
-
-        They have the role `tool` if the template knows it. Otherwise they are one user message with
-        a <tool_response> for each.
-        """
-        return self.messages([{"role": "tool", "content": text} for text in texts], after=after)
-
     def messages(self, messages: Sequence[Mapping[str, str]], *, after: np.ndarray) -> np.ndarray:
-        """Renders messages with role and content: as `user_message`, or as `tool_messages` if the
-        role is `tool`."""
+        """Renders messages with role and content as `user_message` does, i32[N].
+
+        Results of tools keep the role `tool` if the template knows it. Otherwise they are one user
+        message with a <tool_response> for each.
+        """
         said: list[dict[str, str]] = []
         for is_tool, run in itertools.groupby(messages, lambda m: m["role"] == "tool"):
             escaped = [m | {"content": self.escape(m["content"])} for m in map(dict, run)]

@@ -6,14 +6,13 @@ read: otherwise an episode with tools has none.
 
 import contextlib
 import functools
-import itertools
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxrl.data.messages import spellings
 from jaxrl.data.templates import MARK
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.formats import FORMATS, CallFormat, Parameters, ToolCall
@@ -36,13 +35,6 @@ _REMEDY = (
 _LONGEST_END = 100  # characters of a template after the last call of a turn
 
 
-class _Style(NamedTuple):
-    """The form in which a template takes an assistant's calls."""
-
-    as_text: bool  # arguments are JSON, not a mapping
-    content: str | None  # beside the calls
-
-
 class ToolChat:
     """Reads the calls in turns of the policy, and renders their results."""
 
@@ -61,7 +53,7 @@ class ToolChat:
             f"the chat template of {getattr(chat.tokenizer, 'name_or_path', '') or 'the model'}"
         )
         self._check_shown(schemas)
-        self._format, self._style = self._find_format()
+        self._format = self._find_format()
 
     def read(self, completion: np.ndarray, *, prompt: np.ndarray) -> Reading:
         """Returns the calls after the last thought of a turn, i32[C], in its decoded text.
@@ -94,22 +86,17 @@ class ToolChat:
                 f"would not know of them; {_REMEDY}"
             )
 
-    def _find_format(self) -> tuple[CallFormat, _Style]:
-        found = ""
-        for style in itertools.starmap(_Style, itertools.product((False, True), ("", None))):
-            try:
-                written = self._rest([_called(_EXAMPLE, style=style)])
-            except ValueError as error:
-                found = found or str(error)
-                continue
-            found = f"it writes {written!r:.300}"
+    def _find_format(self) -> CallFormat:
+        written = ""
+        for written in self._rests([_called(_EXAMPLE)]):
             for form in FORMATS.values():
                 read = read_calls(written, form, tools={_EXAMPLE.name: _EXAMPLE_TYPES}, most=1)
                 if [call._replace(id=None) for call in read.calls] == [_EXAMPLE]:
-                    return form, style
+                    return form
         raise ValueError(
             f"{self._template} does not write an assistant's tool_calls in a format that is read: "
-            f"for the call {_EXAMPLE.name}({dict(_EXAMPLE.arguments)}), {found}; {_REMEDY}"
+            f"for the call {_EXAMPLE.name}({dict(_EXAMPLE.arguments)}) it writes "
+            f"{written!r:.300}; {_REMEDY}"
         )
 
     @functools.cached_property
@@ -132,33 +119,32 @@ class ToolChat:
         for number, message in enumerate(m for m in said if m["role"] == "tool"):
             call = known[min(number, len(known) - 1)]
             message |= {"tool_call_id": _call_id(call, number), "name": call.name}
-        rest = self._rest([_called(*known, style=self._style), *said])
-        read = read_calls(rest, self._format, tools={}, most=len(known))
-        if len(read.calls) < len(known):
-            raise ValueError("the template drops calls")
-        return rest[read.end :]
+        for rest in self._rests([_called(*known), *said]):
+            read = read_calls(rest, self._format, tools={}, most=len(known))
+            if len(read.calls) >= len(known):
+                return rest[read.end :]
+        raise ValueError("the chat template drops calls")
 
-    def _rest(self, messages: Sequence[Message]) -> str:
-        """Returns the text from the beginning of the policy's turn after a user's message."""
+    def _rests(self, messages: Sequence[Message]) -> Iterator[str]:
+        """Yields the text from the beginning of the policy's turn after a user's message, for each
+        spelling of the messages that the template takes."""
         begun = self._chat.render([_USER]).partition(MARK)[2]
-        whole = self._chat.render([_USER, *messages]).partition(MARK)[2]
-        return whole.removeprefix(begun)
+        for spelled in spellings([dict(m) for m in (_USER, *messages)]):
+            with contextlib.suppress(ValueError):
+                yield self._chat.render(spelled).partition(MARK)[2].removeprefix(begun)
 
 
-def _called(*calls: ToolCall, style: _Style) -> Message:
+def _called(*calls: ToolCall) -> Message:
     """Returns an assistant's message that calls tools."""
     listed = [
         {
             "id": _call_id(call, number),
             "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments) if style.as_text else dict(call.arguments),
-            },
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
         }
         for number, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": style.content, "tool_calls": listed}
+    return {"role": "assistant", "content": "", "tool_calls": listed}
 
 
 def _call_id(call: ToolCall, number: int) -> str:
