@@ -153,6 +153,10 @@ def _call_id(call: ToolCall, number: int) -> str:
 
 
 def _unsaid(rest: str, said: str) -> str:
-    """Returns the text without the part of its beginning that a turn has said at its end."""
-    sizes = range(min(len(rest), len(said), _LONGEST_END), 0, -1)
-    return rest[next((size for size in sizes if said.endswith(rest[:size])), 0) :]
+    """Returns the text without the part of its beginning that a turn has said at its end; the turn
+    may lack white space before it."""
+    for text in (rest, rest.lstrip()):
+        for size in range(min(len(text), len(said), _LONGEST_END), 0, -1):
+            if said.endswith(text[:size]):
+                return text[size:]
+    return rest
