@@ -9,7 +9,7 @@ from jaxrl.config.sampler import SamplingConfig
 from jaxrl.data import Prompts, Rendering, Row, Tokenizer
 from jaxrl.environments import Tool
 from jaxrl.huggingface import Checkpoint
-from jaxrl.sampling import SamplingParams
+from jaxrl.sampling import SamplingParams, StopTexts
 
 
 def rendering(config: PromptConfig) -> Rendering:
@@ -45,11 +45,10 @@ def load_prompts(
 def sampling_params(config: SamplingConfig, checkpoint: Checkpoint, *, seed: int) -> SamplingParams:
     """Builds sampling parameters. Completions end at the end-of-sequence tokens of the model and
     of the tokenizer, at the chat template's end of a turn, and at the texts of `sampling.stop`."""
-    encode = checkpoint.tokenizer.encode
-    texts = [encode(text, add_special_tokens=False) for text in config.stop]
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
-        stop=(*((end,) for end in checkpoint.end_ids), *(tuple(text) for text in texts)),
+        stop=tuple((end,) for end in checkpoint.end_ids),
+        stop_texts=StopTexts(checkpoint.tokenizer, config.stop) if config.stop else None,
         seed=seed,
     )

@@ -10,6 +10,7 @@ from .embedded.one_at_a_time import OneAtATime as OneAtATime
 from .embedded.program import DecodeProgram as DecodeProgram, decode_program as decode_program
 from .embedded.sampler import EmbeddedSampler as EmbeddedSampler
 from .multihost import MultihostSampler as MultihostSampler, NullSampler as NullSampler
+from .stop_texts import StopTexts as StopTexts
 from .vllm.logprobs import VllmScorer as VllmScorer
 from .vllm.router import (
     SamplerError as SamplerError,

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrl.sampling.stop_texts import StopTexts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -24,6 +26,7 @@ class SamplingParams:
       min_p: drops tokens less probable than this times the largest probability.
       stop: token sequences that end a completion, kept at its end. A sequence of one token is an
         EOS token.
+      stop_texts: texts that end a completion at the token that completes one, which is kept.
       seed: completions are a function of weights, prompts, params and seed.
 
     Raises:
@@ -36,6 +39,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[tuple[int, ...], ...] = ()
+    stop_texts: StopTexts | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -63,12 +67,12 @@ class Completion(NamedTuple):
     Attributes:
       prompt_index: index of the prompt in the request.
       sample_index: index within the prompt's group.
-      tokens: i32[C] token ids, the stop sequence included.
+      tokens: i32[C] token ids, with the stop sequence, or the token that completes a stop text.
       logprobs: f32[C] log-probability of each token under the distribution it was drawn from: after
         temperature, truncation and renormalisation. For greedy tokens the log-probability at
         temperature 1, as vLLM reports it.
       versions: i32[C] policy version that sampled each token.
-      finish_reason: "stop" after a stop sequence, "length" when max_tokens was reached.
+      finish_reason: "stop" after a stop sequence or text, "length" when max_tokens was reached.
       experts: [P + C - 1, L, k] unsigned, the experts that each layer chose for the tokens of
         prompt and completion. The last token was never run through the model. None if the sampler
         does not record experts.

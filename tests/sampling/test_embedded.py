@@ -20,6 +20,7 @@ from jaxrl.sampling.embedded import decode_steps
 from jaxrl.sampling.embedded.kv_cache import Cache
 from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.sampling.embedded.stopping import Ending
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS as RULES
@@ -239,7 +240,7 @@ def test_moving_a_batch_copies_shards_only():
         token=each,
         context=each,
         key=part((batch,), jax.random.key(0).dtype, "fsdp"),
-        tail=part((batch, 1), jnp.int32, "fsdp"),
+        ending=Ending(part((batch, 1), jnp.int32, "fsdp"), each),
         length=each,
         limit=each,
         stopped=part((batch,), jnp.bool_, "fsdp"),

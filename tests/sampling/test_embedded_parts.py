@@ -13,24 +13,19 @@ from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.core.compiled import jit
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.model import decoder
+from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step, extend, prefill
-from jaxrl.sampling.embedded.stopping import empty_tail, ends_in_stop, push, stop_table
+from jaxrl.sampling.embedded.stopping import advance, make_stops, no_ending
 from tests import tiny
 
 
 def test_a_completion_ends_at_a_stop_sequence():
     stops = ((2,), (0, 1), (1, 1, 0))
-    table = stop_table(stops)
+    table = make_stops(SamplingParams(max_tokens=8, stop=stops))
     completions = np.random.default_rng(0).integers(0, 3, (64, 8))
-
-    @jax.jit
-    def step(tail, tokens):
-        tail = push(tail, tokens)
-        return tail, ends_in_stop(tail, table)
-
-    tail = empty_tail(64, table)
+    step, ending = jax.jit(advance), no_ending(64, table)
     for t in range(1, 9):
-        tail, ended = step(tail, completions[:, t - 1])
+        ending, ended = step(ending, jnp.asarray(completions[:, t - 1]), table)
         beginnings = [tuple(completion[:t]) for completion in completions]
         expected = [any(b[-len(s) :] == s for s in stops) for b in beginnings]
         np.testing.assert_array_equal(ended, expected)

@@ -1,5 +1,6 @@
 """The vLLM client against a stand-in server: retries, faults, aborts and stop sequences."""
 
+import dataclasses
 import json
 import math
 import threading
@@ -11,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
+from jaxrl.sampling.stop_texts import StopTexts
 from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
+from tests import tiny
 from tests.sampling.standin import Reply, Server, choice, respond
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
@@ -279,6 +283,26 @@ def test_multi_token_stop_sequences_are_kept(server, sampler):
     server.reply = lambda body: (200, json.dumps({"choices": [ended]}))
     (one,) = ask(sampler, [2])
     assert (one.tokens.tolist(), one.finish_reason) == ([7, 1], "stop")
+
+
+def test_servers_are_told_stop_texts(server, sampler, tmp_path):
+    tokenizer = Checkpoint(tiny.write_checkpoint(tmp_path)).tokenizer
+    texts = StopTexts(tokenizer, ["</a>", "="])
+    said = [tokenizer.get_vocab()[c] for c in "1</a>2"]
+    params = dataclasses.replace(PARAMS, stop_texts=texts)
+    aborted = choice(0, said[:3], finish_reason="abort")
+    answers = [[aborted], [choice(0, said[3:])], [choice(0, said, finish_reason="abort")]]
+    server.reply = lambda body: (200, json.dumps({"choices": answers.pop(0)}))
+    for _ in range(2):  # it spans an abort; it is complete before one
+        (one,) = sampler.sample([np.array([2])], params, group_size=1)
+        assert one.tokens.tolist() == said[:5]
+        assert one.finish_reason == "stop"
+        assert len(one.logprobs) == len(one.versions) == 5
+    assert not answers
+    asked = server.bodies[0]["sampling_params"]
+    assert (asked["stop"], asked["detokenize"]) == (["</a>", "="], True)
+    assert asked["include_stop_str_in_output"]
+    assert not asked["skip_special_tokens"]
 
 
 def test_unpublished_weights_are_an_error(server, sampler):

@@ -23,10 +23,13 @@ from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
+from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.learner.policy import make_score
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.sampling.stop_texts import StopTexts
+from jaxrl.sampling.vllm import sampler as vllm_sampler
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.sampling.adapter_file import save_adapter
@@ -79,6 +82,23 @@ def test_greedy_completions_equal_the_embedded_samplers(serving):
             assert theirs.finish_reason == ours.finish_reason
             assert set(theirs.versions) == {0}
     assert sample(serving.sampler, ends)[1].finish_reason == "stop"
+
+
+def test_server_ends_at_the_token_that_completes_a_text(serving, material, monkeypatch):
+    """A text of several tokens; the client does not cut."""
+    embedded = EmbeddedSampler(MODEL, tiny.params(config=SERVED), precision=FP32)
+    plain = SamplingParams(max_tokens=24, temperature=0)
+    tokenizer = Checkpoint(material.directory / "model").tokenizer
+    said = tokenizer.decode(sample(embedded, plain)[0].tokens[4:7], skip_special_tokens=False)
+    ends = dataclasses.replace(plain, stop_texts=StopTexts(tokenizer, [said[:-1], "<unk"]))
+    expected = sample(embedded, ends)
+    monkeypatch.setattr(vllm_sampler, "_end", lambda *_: None)
+    for ours, theirs in zip(expected, sample(serving.sampler, ends), strict=True):
+        assert theirs.tokens.tolist() == ours.tokens.tolist()
+        assert theirs.finish_reason == ours.finish_reason
+        assert len(theirs.versions) == len(theirs.logprobs) == len(ours.tokens)
+    assert expected[0].finish_reason == "stop"
+    assert len(expected[0].tokens) <= 7
 
 
 def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step
-from jaxrl.sampling.embedded.stopping import ends_in_stop, push
+from jaxrl.sampling.embedded.stopping import Ending, advance
 
 SEGMENT = 64  # most tokens per row between two visits to the host
 
@@ -32,7 +32,7 @@ class RowPlan:
     prompt: jax.Array | np.ndarray  # i32[B], row of the prompt in the prefill
     index: jax.Array | np.ndarray  # i32[B, 2], prompt and sample index of the completion
     limit: jax.Array | np.ndarray  # i32[B], most tokens; 0 for rows that only pad the batch
-    tail: jax.Array | np.ndarray  # i32[B, S], empty, see `stopping`
+    ending: Ending  # of completions without tokens
 
 
 @struct.dataclass
@@ -43,10 +43,10 @@ class RowStates:
     token: jax.Array  # i32[B], the last one drawn; not in the cache yet
     context: jax.Array  # i32[B], tokens before the completion
     key: jax.Array  # key[B]
-    tail: jax.Array  # i32[B, S], see `stopping`
+    ending: Ending
     length: jax.Array  # i32[B], tokens of the completion
     limit: jax.Array  # i32[B], most tokens of it; 0 in rows that only pad the batch
-    stopped: jax.Array  # bool[B], by a stop sequence
+    stopped: jax.Array  # bool[B], by a stop sequence or text
 
     @property
     def positions(self) -> jax.Array:
@@ -98,14 +98,14 @@ def draw_first(
     tokens, with the request's key[]."""
     key = completion_keys(key, plan.index)
     prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
-    token, logprob, tail, stopped = draw_next(
-        logits[prompt], key, jnp.zeros_like(prompt), plan.tail, settings=settings
+    token, logprob, ending, stopped = draw_next(
+        logits[prompt], key, jnp.zeros_like(prompt), plan.ending, settings=settings
     )
     states = RowStates(
         token=token,
         context=lengths[prompt],
         key=key,
-        tail=tail,
+        ending=ending,
         length=jnp.ones_like(prompt),
         limit=limit,
         stopped=stopped,
@@ -147,13 +147,13 @@ def decode_segment(
             model=model,
             precision=precision,
         )
-        token, logprob, tail, stopped = draw_next(
-            logits, rows.key, rows.length, rows.tail, settings=settings
+        token, logprob, ending, stopped = draw_next(
+            logits, rows.key, rows.length, rows.ending, settings=settings
         )
         rows = dataclasses.replace(
             rows,
             token=token,
-            tail=tail,
+            ending=ending,
             length=rows.length + rows.running,
             stopped=rows.stopped | (stopped & rows.running),
         )
@@ -257,23 +257,17 @@ def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
 
 
 def draw_next(
-    logits: jax.Array,
-    key: jax.Array,
-    index: jax.Array,
-    tail: jax.Array | np.ndarray,
-    *,
-    settings: DrawSettings,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    logits: jax.Array, key: jax.Array, index: jax.Array, ending: Ending, *, settings: DrawSettings
+) -> tuple[jax.Array, jax.Array, Ending, jax.Array]:
     """Draws tokens from logits [B, V], with a key per completion, key[B], and token index, i32[B],
     so that a completion does not depend on its batch.
 
     Returns:
-      (tokens i32[B], log-probs f32[B], the new tails, bool[B] of rows that end in a stop sequence).
+      (tokens i32[B], log-probs f32[B], the new ends, bool[B] of completions that end).
     """
     keys = jax.vmap(jax.random.fold_in)(key, index)
     token, logprob = draw_tokens(logits, keys, settings=settings)
-    tail = push(jnp.asarray(tail), token)
-    return token, logprob, tail, ends_in_stop(tail, settings.stops)
+    return token, logprob, *advance(ending, token, settings.stops)
 
 
 def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache:

@@ -4,12 +4,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jaxrl.models.logprobs import tempered
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded.stopping import stop_table
+from jaxrl.sampling.embedded.stopping import Stops, make_stops
 from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation
 
 
@@ -19,7 +18,7 @@ class DrawSettings:
 
     temperature: jax.Array | None  # f32[]; None is greedy
     truncation: Truncation
-    stops: np.ndarray  # i32[M, S], see `stop_table`
+    stops: Stops
 
 
 def draw_settings(params: SamplingParams) -> DrawSettings:
@@ -29,7 +28,7 @@ def draw_settings(params: SamplingParams) -> DrawSettings:
     return DrawSettings(
         temperature=None if greedy else jnp.float32(params.temperature),
         truncation=Truncation() if greedy else truncation(params),
-        stops=stop_table(params.stop),
+        stops=make_stops(params),
     )
 
 

@@ -18,7 +18,7 @@ from jaxrl.sampling.embedded.decode_steps import (
 from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.kv_cache import CHUNK, Cache, extend, prefill
 from jaxrl.sampling.embedded.request import DecodeRequest
-from jaxrl.sampling.embedded.stopping import empty_tail
+from jaxrl.sampling.embedded.stopping import no_ending
 from jaxrl.sampling.embedded.turn_caches import KeptPrefix, Queued
 
 
@@ -51,7 +51,7 @@ def start_batch(
     limit, index = np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32)
     limit[: len(turns)] = [turn.max_tokens for turn in turns]
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
-    plan = RowPlan(source, index, limit, empty_tail(rows, settings.stops))
+    plan = RowPlan(source, index, limit, no_ending(rows, settings.stops))
     plan, key = jax.tree.map(request.put, plan), request.key
     states, first = draw_first(logits, lengths, plan=plan, key=key, settings=settings)
     return DecodeState(cache, states), first

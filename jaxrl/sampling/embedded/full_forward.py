@@ -23,7 +23,7 @@ from jaxrl.sampling.embedded.batch_decoding import max_rows
 from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_next
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
-from jaxrl.sampling.embedded.stopping import empty_tail
+from jaxrl.sampling.embedded.stopping import Ending, no_ending
 from jaxrl.sharding.transfer import fetch
 
 
@@ -43,7 +43,7 @@ def decode_batch_without_cache(
     size = count_bucket(len(turns), multiple=request.shards)
     size = min(size, max_rows(request.max_batch, shards=request.shards))
     settings = draw_settings(request.params)
-    rows = _rows(turns, size=size, width=width, tail=empty_tail(size, settings.stops))
+    rows = _rows(turns, size=size, width=width, ending=no_ending(size, settings.stops))
     out, length, stopped = fetch(
         _decode(
             request.weights,
@@ -70,10 +70,10 @@ class _Rows(NamedTuple):
     lengths: jax.Array | np.ndarray  # i32[B] tokens of the contexts
     index: jax.Array | np.ndarray  # i32[B, 2], see `completion_keys`
     limit: jax.Array | np.ndarray  # i32[B], most tokens, which the row has space for
-    tail: jax.Array | np.ndarray  # see `stopping.empty_tail`
+    ending: Ending  # of completions without tokens
 
 
-def _rows(turns: Sequence[Turn], *, size: int, width: int, tail: np.ndarray) -> _Rows:
+def _rows(turns: Sequence[Turn], *, size: int, width: int, ending: Ending) -> _Rows:
     """Puts turns into the first of `size` rows of `width` tokens."""
     tokens, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
     index, limit = np.zeros((size, 2), np.int32), np.zeros(size, np.int32)
@@ -81,7 +81,7 @@ def _rows(turns: Sequence[Turn], *, size: int, width: int, tail: np.ndarray) -> 
         lengths[row] = len(turn.context)
         tokens[row, : lengths[row]] = turn.context
         index[row], limit[row] = (turn.prompt_index, turn.sample_index), turn.max_tokens
-    return _Rows(tokens, lengths, index, limit, tail)
+    return _Rows(tokens, lengths, index, limit, ending)
 
 
 @jit_by_precision(static_argnames=("model", "precision"))
@@ -112,22 +112,22 @@ def _decode(
         return jnp.any(running(*ends))
 
     def step(carry):
-        tokens, out, tail, length, stopped = carry
+        tokens, out, ending, length, stopped = carry
         filled = batch.lengths + out.count
         segments = (slots < filled[:, None]).astype(jnp.int32)
         hidden = model.hidden(params, tokens, slots, segments, precision=precision)
         last = jnp.take_along_axis(hidden, filled[:, None, None] - 1, axis=1)[:, 0]
         head = model.unembedding(params)
         logits = product(last, head, contract=(1, 1), precision=precision)
-        token, logprob, tail, ends = draw_next(
-            logits.astype(precision.logits), keys, length, tail, settings=settings
+        token, logprob, ending, ends = draw_next(
+            logits.astype(precision.logits), keys, length, ending, settings=settings
         )
         tokens = tokens.at[jnp.arange(rows), filled].set(token, mode="drop")
         out = out.append(token, logprob)
         counts = running(length, stopped)
-        return tokens, out, tail, length + counts, stopped | (ends & counts)
+        return tokens, out, ending, length + counts, stopped | (ends & counts)
 
     ends = jnp.zeros_like(limit), jnp.zeros(rows, bool)
-    start = (jnp.asarray(batch.tokens), out, jnp.asarray(batch.tail), *ends)
+    start = (jnp.asarray(batch.tokens), out, jax.tree.map(jnp.asarray, batch.ending), *ends)
     _, out, _, length, stopped = lax.while_loop(more, step, start)
     return out, length, stopped

@@ -18,7 +18,7 @@ from jaxrl.sampling.embedded.decode_steps import (
 )
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.kv_cache import prefill
-from jaxrl.sampling.embedded.stopping import empty_tail
+from jaxrl.sampling.embedded.stopping import no_ending
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import placed
 
@@ -72,8 +72,8 @@ def _state(
 
     def begin(params, tokens, lengths, key):
         rows = jnp.zeros_like(lengths)
-        tail = jnp.asarray(empty_tail(shape[0], settings.stops))
-        plan = RowPlan(rows, jnp.stack([rows, rows], axis=1), rows, tail)
+        ending = jax.tree.map(jnp.asarray, no_ending(shape[0], settings.stops))
+        plan = RowPlan(rows, jnp.stack([rows, rows], axis=1), rows, ending)
         held, logits = prefill.__wrapped__(params, tokens, lengths, for_cpu=False, **options)
         states, _ = draw_first.__wrapped__(logits, lengths, plan=plan, key=key, settings=settings)
         return DecodeState(held, states)

@@ -1,13 +1,38 @@
-"""Stop sequences: detects the token sequences that end a completion."""
+"""Ends of completions: detects the token sequences and the texts that end them."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+
+from jaxrl.sampling.base import SamplingParams
 
 _ANY = -1  # in a table: matches every token
 _NOTHING = -2  # in a tail: matches no token of a table
+
+
+@struct.dataclass
+class Stops:
+    """The ends of a request's completions as arrays."""
+
+    table: np.ndarray  # i32[M, S], see `stop_table`
+    texts: tuple[np.ndarray, np.ndarray] | None  # `row_of` and `moves` of `StopTexts`
+
+
+@struct.dataclass
+class Ending:
+    """What the last tokens of completions have in common with the ends."""
+
+    tail: jax.Array | np.ndarray  # i32[B, S], the last tokens
+    text: jax.Array | np.ndarray | None  # i32[B], states of `StopTexts`; None without texts
+
+
+def make_stops(params: SamplingParams) -> Stops:
+    """Returns the ends of completions that a request asks for."""
+    texts = params.stop_texts
+    return Stops(stop_table(params.stop), None if texts is None else (texts.row_of, texts.moves))
 
 
 def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
@@ -19,18 +44,21 @@ def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
     return table
 
 
-def empty_tail(rows: int, table: np.ndarray) -> np.ndarray:
-    """Returns the last S tokens of `rows` empty completions, i32[B, S], which match no sequence: a
-    stop sequence must lie within the completion."""
-    return np.full((rows, table.shape[1]), _NOTHING, np.int32)
+def no_ending(rows: int, stops: Stops) -> Ending:
+    """Returns the state of `rows` empty completions. Prompts do not count: an end must lie within
+    the completion."""
+    tail = np.full((rows, stops.table.shape[1]), _NOTHING, np.int32)
+    return Ending(tail, None if stops.texts is None else np.zeros(rows, np.int32))
 
 
-def push(tail: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Appends tokens, i32[B], to the tail, i32[B, S], and drops the oldest."""
-    return jnp.concatenate([tail, tokens[:, None]], axis=1)[:, 1:]
-
-
-def ends_in_stop(tail: jax.Array, table: jax.Array | np.ndarray) -> jax.Array:
-    """Returns bool[B], true for rows that end in a stop sequence."""
-    same = (tail[:, None, :] == table[None]) | (table[None] == _ANY)
-    return jnp.any(jnp.all(same, axis=-1), axis=-1)
+def advance(ending: Ending, tokens: jax.Array, stops: Stops) -> tuple[Ending, jax.Array]:
+    """Appends tokens, i32[B]; returns the new state, and bool[B], true for completions that end."""
+    tail = jnp.concatenate([jnp.asarray(ending.tail), tokens[:, None]], axis=1)[:, 1:]
+    same = (tail[:, None, :] == stops.table[None]) | (stops.table[None] == _ANY)
+    ended = jnp.any(jnp.all(same, axis=-1), axis=-1)
+    if stops.texts is None:
+        return Ending(tail, None), ended
+    row_of, moves = stops.texts
+    row = jnp.take(jnp.asarray(row_of), tokens, mode="clip")
+    text = jnp.asarray(moves)[row, jnp.asarray(ending.text)]
+    return Ending(tail, text), ended | (text == moves.shape[1] - 1)

@@ -137,11 +137,11 @@ class VllmSampler(VllmScorer, Sampler):
                     before = one.partial.experts
                     experts = _read_experts(choice, before, tokens=tokens, layers=layers)
                     partial = partial._replace(experts=experts)
-                reason = choice["finish_reason"]
-                if reason == "abort":
+                reason, end = choice["finish_reason"], _end(partial.tokens, one.params)
+                if reason == "abort" and end is None:
                     todo.append(one._replace(turns=[turn], partial=partial))
                 else:
-                    done.append(_completion(turn, partial, reason=reason, stop=one.params.stop))
+                    done.append(_completion(turn, partial, reason=reason, end=end))
         return done
 
     def _generate(self, request: _HttpRequest) -> list[dict[str, Any]]:
@@ -170,6 +170,7 @@ def _follows(turn: Turn, before: Turn) -> bool:
 
 def _body(request: _HttpRequest) -> dict[str, Any]:
     first, done, params = request.turns[0], request.partial.tokens, request.params
+    texts = [] if params.stop_texts is None else list(params.stop_texts.texts)
     settings: dict[str, Any] = {
         "n": len(request.turns),
         "max_tokens": first.max_tokens - len(done),
@@ -180,7 +181,12 @@ def _body(request: _HttpRequest) -> dict[str, Any]:
         # A continuation needs another seed, or it would draw the same random numbers again.
         "seed": request.seed + first.sample_index + len(done),
         "logprobs": 0,  # of the token itself and no other
-        "detokenize": False,
+        # The server ends a request at a text. A text that begins before an abort and ends after it
+        # is found here alone, and so are stop sequences of several tokens.
+        "detokenize": bool(texts),
+        "stop": texts,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         # Only `params` ends a completion, whatever the server's own configuration says.
         "ignore_eos": True,
         "stop_token_ids": [stop[0] for stop in params.stop if len(stop) == 1],
@@ -279,10 +285,7 @@ def _read_experts(
     return found if before is None else np.concatenate([before, found[len(before) :]])
 
 
-def _completion(
-    turn: Turn, whole: _Partial, *, reason: str, stop: Sequence[Sequence[int]]
-) -> Completion:
-    end = _stop_sequence_end(whole.tokens, stop)
+def _completion(turn: Turn, whole: _Partial, *, reason: str, end: int | None) -> Completion:
     tokens, logprobs, versions = (part[:end] for part in whole[:3])
     computed = len(turn.context) + len(tokens) - 1
     return Completion(
@@ -296,17 +299,15 @@ def _completion(
     )
 
 
-def _stop_sequence_end(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int | None:
-    """Returns the end of the first stop sequence of several tokens, or None.
-
-    vLLM stops at single token ids only. Its stop strings match text, which does not determine
-    tokens.
-    """
-    ends = (
+def _end(tokens: Sequence[int], params: SamplingParams) -> int | None:
+    """Returns the end of the first stop text or stop sequence of several tokens, or None."""
+    ends = [
         i
-        for sequence in stop
+        for sequence in params.stop
         if len(sequence) > 1
         for i in range(len(sequence), len(tokens) + 1)
         if tuple(tokens[i - len(sequence) : i]) == tuple(sequence)
-    )
+    ]
+    if params.stop_texts is not None and (end := params.stop_texts.end(tokens)) is not None:
+        ends.append(end)
     return min(ends, default=None)
