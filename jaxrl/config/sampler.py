@@ -21,7 +21,8 @@ class SamplingConfig(Section):
     """Divides the logits of the sampler and of the learner's log-probs. Evaluation is greedy."""
 
     stop: Texts = ()
-    """Texts that end a completion, besides the model's end-of-sequence tokens."""
+    """Texts that end a completion, besides the model's end-of-sequence tokens. They are looked for
+    in its decoded text, special tokens included. The token that completes one is kept."""
 
     max_batch: PositiveInt = 64
     """Completions that the embedded sampler decodes at once; more is faster and takes more

@@ -24,6 +24,7 @@ def rollouts(
     params: SamplingParams,
     group_size: int,
     rendering: Rendering = _RENDERING,
+    temperature: float = 1.0,
 ) -> list[Rollout]:
     """Samples `group_size` completions of every prompt and rewards each of them.
 
@@ -35,12 +36,17 @@ def rollouts(
       params: parameters of sampling.
       group_size: completions per prompt.
       rendering: options that turn prompts into text.
+      temperature: the `temperature` of the model that learns from the rollouts.
 
     Returns:
       The rollouts of each example in turn; `group` is the index of the example.
 
-    Raises ValueError for a prompt that cannot be rendered, or as `Sampler.sample`.
+    Raises:
+      ValueError: if `params` have another temperature or truncate the distribution, because the
+        learner's log-probs would be of another distribution; for a prompt that cannot be rendered,
+        or as `Sampler.sample`.
     """
+    _check_distribution(params, temperature)
     render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
     prompts = []
     for i, example in enumerate(examples):
@@ -56,6 +62,24 @@ def rollouts(
         rewarded = rollout._replace(reward=float(reward(text, examples[i])))
         found[i, completion.sample_index] = rewarded
     return [found[key] for key in sorted(found)]
+
+
+def _check_distribution(params: SamplingParams, temperature: float) -> None:
+    """Raises ValueError unless a learner at this temperature scores what `params` sample."""
+    if params.temperature != temperature:
+        raise ValueError(
+            f"temperature={params.temperature:g}: the learner computes log-probs at temperature "
+            f"{temperature:g}, so ratios would compare two distributions. To train at T, sample "
+            "at T, give the learner model._replace(temperature=T) and pass temperature=T to "
+            "`rollouts`; to evaluate, use `Sampler.sample`"
+        )
+    for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (value := getattr(params, name)) != whole:
+            raise ValueError(
+                f"{name}={value:g}: the learner computes log-probs over all tokens, so ratios "
+                f"would compare two distributions; leave {name} at {whole:g} (to evaluate, use "
+                "`Sampler.sample`)"
+            )
 
 
 def as_rollout(
