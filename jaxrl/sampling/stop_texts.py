@@ -48,7 +48,8 @@ class StopTexts:
     def end(self, tokens: Sequence[int]) -> int | None:
         """Returns the number of tokens up to the end of the first text, or None without any."""
         state, complete = 0, self.moves.shape[1] - 1
-        for count, row in enumerate(self.row_of[np.minimum(tokens, len(self.row_of) - 1)], 1):
+        rows = np.minimum(np.asarray(tokens, np.int32), len(self.row_of) - 1)
+        for count, row in enumerate(self.row_of[rows], 1):
             state = self.moves[row, state]
             if state == complete:
                 return count

@@ -120,6 +120,7 @@ def test_any_texts_over_any_tokens(texts, tokens):
     """The id after the last token is one that the model has and the tokenizer has not."""
     expected = decoded_end(BYTES, texts, tokens)
     assert StopTexts(BYTES, texts).end(tokens) == expected
+    assert StopTexts(BYTES, texts).end([]) is None
 
 
 def test_a_sentencepiece_word_begins_with_its_space():
