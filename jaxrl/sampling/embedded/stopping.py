@@ -23,7 +23,7 @@ class Stops:
 
 @struct.dataclass
 class Ending:
-    """What the last tokens of completions have in common with the ends."""
+    """Progress of completions towards their ends."""
 
     tail: jax.Array | np.ndarray  # i32[B, S], the last tokens
     text: jax.Array | np.ndarray | None  # i32[B], states of `StopTexts`; None without texts
