@@ -50,6 +50,10 @@ class Result(NamedTuple):
     best: tuple[int, float] | None
     model: Path | None  # directory of the trained model; None if the run ended early
     verdict: Verdict | None = None  # on the alarm that ended it early, or None
+    # Held-out completions that could not be scored, at first and last, which count as wrong.
+    initial_failed: int = 0
+    final_failed: int = 0
+    held_out: int = 0  # held-out completions of an evaluation
 
 
 def train(config: Config) -> Result:
@@ -84,6 +88,7 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
         alarms = AlarmActions(run)
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
+            progress.initial_failed = progress.failed
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
         while progress.step < config.train.steps and not signum and not verdict:
             seconds: Numbers = {}
@@ -127,6 +132,9 @@ def _train(config: Config, interrupt: Interrupt) -> Result:
             run.checkpoints.best(),
             model,
             verdict,
+            progress.initial_failed,
+            progress.failed,
+            len(run.source.task.held_out.examples) if run.source.task.held_out else 0,
         )
 
 
@@ -221,14 +229,19 @@ def evaluate(run: Run, progress: Progress) -> float | None:
     if step not in (0, run.config.train.steps) and not is_due(run.config.eval.every, step):
         return None
 
-    def measure() -> float | None:
+    def measure() -> tuple[float, int] | None:
         if run.source.task.held_out is None:
             return None
         found = evaluate_greedily(run.source)
-        numbers = {f"eval/{name}": value for name, value in found.numbers.items()}
-        run.tracker.log(step, {"eval/accuracy": found.accuracy} | numbers)
-        return found.accuracy
+        numbers = {"accuracy": found.accuracy, "failed": float(found.failed)}
+        numbers |= {"completions": float(found.rewards.size)} | found.numbers
+        run.tracker.log(step, {f"eval/{name}": value for name, value in numbers.items()})
+        if found.failure is not None:
+            run.tracker.note(f"step {step}, held-out prompts: {found.failure}")
+        return found.accuracy, found.failed
 
-    accuracy = run.hosts.on_leader(measure)
-    progress.accuracy = accuracy if accuracy is not None else progress.accuracy
-    return accuracy
+    measured = run.hosts.on_leader(measure)
+    if measured is None:
+        return None
+    progress.accuracy, progress.failed = measured
+    return progress.accuracy

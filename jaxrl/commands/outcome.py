@@ -58,9 +58,13 @@ def held_out_accuracy(result: "fit.FitResult") -> tuple[str, int]:
     return f"{text}; model: {result.model}", 0
 
 
-def change(before: float, after: float) -> str:
-    """Formats two shares as "27.5 % -> 98.0 %"."""
-    return f"{before:.1%} -> {after:.1%}".replace("%", " %")
+def change(before: float, after: float, *, failed: tuple[int, int] = (0, 0), of: int = 0) -> str:
+    """Formats two shares as "27.5 % (9 of 40 could not be scored) -> 98.0 %"."""
+    shares = (
+        f"{share:.1%}".replace("%", " %") + f" ({count} of {of} could not be scored)" * (count > 0)
+        for share, count in zip((before, after), failed, strict=True)
+    )
+    return " -> ".join(shares)
 
 
 @contextmanager

@@ -42,7 +42,9 @@ def _conclude(result: "Result", *, run_dir: str) -> tuple[str, int]:
     lines = [f"model: {result.model}"]
     before, after = result.initial_accuracy, result.final_accuracy
     if before is not None and after is not None:
-        lines.append(f"held-out accuracy: {outcome.change(before, after)}")
+        failed = (result.initial_failed, result.final_failed)
+        change = outcome.change(before, after, failed=failed, of=result.held_out)
+        lines.append(f"held-out accuracy: {change}")
         if result.best is not None and result.best[1] > after:
             step, accuracy = result.best
             best = f"best {accuracy:.1%} at step {step}".replace("%", " %")

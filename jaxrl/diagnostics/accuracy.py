@@ -13,20 +13,11 @@ def pass_at_k(rewards: np.ndarray, k: int) -> float:
     of a prompt's n completions are right.
 
     Args:
-      rewards: f64[N, S]; a reward above 1/2 counts as right, NaN as no completion.
+      rewards: f64[N, S]; a reward above 1/2 counts as right; NaN, a reward that failed, as wrong.
       k: from 1 to S.
-
-    Returns:
-      NaN if no prompt has k completions.
     """
-    known = (~np.isnan(rewards)).sum(axis=1)
-    right = (rewards > 0.5).sum(axis=1)
-    shares = [
-        1 - math.comb(n - c, k) / math.comb(n, k)
-        for n, c in zip(known.tolist(), right.tolist(), strict=True)
-        if n >= k
-    ]
-    return float(np.mean(shares)) if shares else math.nan
+    n, right = rewards.shape[1], (rewards > 0.5).sum(axis=1)
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]))
 
 
 def majority(answers: Sequence[Sequence[Hashable]], rewards: np.ndarray) -> float:
@@ -52,12 +43,12 @@ def half_interval(rewards: np.ndarray) -> float:
     errors over prompts, whose completions depend on each other (arXiv:2411.00640).
 
     Args:
-      rewards: f64[N, S]; NaN where there is none.
+      rewards: f64[N, S]; NaN, a reward that failed, counts as 0.
 
     Returns:
-      NaN for fewer than two prompts with a reward.
+      NaN for fewer than two prompts.
     """
-    known = rewards[~np.isnan(rewards).all(axis=1)]
-    if len(known) < 2:
+    if len(rewards) < 2:
         return math.nan
-    return float(1.96 * np.nanmean(known, axis=1).std(ddof=1) / math.sqrt(len(known)))
+    means = np.nan_to_num(rewards).mean(axis=1)
+    return float(1.96 * means.std(ddof=1) / math.sqrt(len(means)))

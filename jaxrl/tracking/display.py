@@ -27,6 +27,9 @@ DISPLAYED = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 
+# Metrics that count the failures behind a displayed one.
+_FAILED = {"reward": "reward/failed", "held-out accuracy": "eval/failed"}
+
 RECENT_STEPS = 20  # used by the estimate
 _COMPILING = "compiling"  # until the first step of this process is done
 
@@ -86,8 +89,12 @@ class ProgressDisplay:
             self.note(f"step {step}/{self._total}: {shown}{', ' + left if left else ''}")
 
     def _values(self) -> list[tuple[str, str]]:
-        known = [(label, self._metrics.get(name), form) for label, name, form in DISPLAYED]
-        return [(label, form.format(value)) for label, value, form in known if value is not None]
+        found = []
+        for label, name, form in DISPLAYED:
+            if (value := self._metrics.get(name)) is not None:
+                failed = self._metrics.get(_FAILED.get(label, ""), 0)
+                found.append((label, form.format(value) + f" ({failed:.0f} failed)" * (failed > 0)))
+        return found
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))

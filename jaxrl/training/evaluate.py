@@ -26,8 +26,21 @@ class Evaluation(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The mean reward of the completions that could be scored."""
-        return float(np.nanmean(self.rewards))
+        """The mean reward; a completion that could not be scored counts as wrong, as 0."""
+        return float(np.nan_to_num(self.rewards).mean())
+
+    @property
+    def failed(self) -> int:
+        """The number of completions that could not be scored."""
+        return int(np.isnan(self.rewards).sum())
+
+    @property
+    def failure(self) -> str | None:
+        """The count of failures and the first of them in one line; None if all were scored."""
+        if not self.failed:
+            return None
+        counted = f"{self.failed} of {self.rewards.size} completions"
+        return f"{counted} could not be scored and count as wrong, first: {self.first_failure}"
 
     def checked(self) -> "Evaluation":
         """Returns the same; raises RuntimeError if no completion could be scored."""

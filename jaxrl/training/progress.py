@@ -15,7 +15,10 @@ class Progress:
     position: int = 0  # prompts taken from the data so far
     # Held-out accuracy before the first step; None if it is not measured.
     initial_accuracy: float | None = None
-    accuracy: float | None = None  # the latest held-out accuracy
+    initial_failed: int = 0  # completions of it that could not be scored
+    # The latest held-out accuracy.
+    accuracy: float | None = None
+    failed: int = 0
     # Rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
     pending: list[Rollout] = dataclasses.field(default_factory=list)
     # Numbers of prompts that were being sampled; they are sampled again on resuming.

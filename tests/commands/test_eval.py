@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
+from jaxrl.commands.eval import scores
+from jaxrl.commands.eval.scores import summarize
+from jaxrl.data.prompts import Example
 from jaxrl.diagnostics.accuracy import half_interval, majority, pass_at_k
 from tests import arithmetic
 
@@ -22,11 +25,18 @@ def test_pass_at_k_averages_all_subsets(k):
     assert pass_at_k(REWARDS, k) == pytest.approx(np.mean(chosen))
 
 
-def test_a_failed_completion_counts_as_none():
-    rewards = np.array([[1, math.nan, 0], [0, 0, 1]])
-    assert pass_at_k(rewards, 2) == pytest.approx((1 + 2 / 3) / 2)
-    assert pass_at_k(rewards, 3) == 1  # of the second prompt alone
-    assert math.isnan(pass_at_k(rewards[:1], 3))
+@pytest.mark.parametrize("wrong", [REWARDS == 0, REWARDS[:, ::-1] * REWARDS == 0])
+def test_failed_completions_count_as_wrong(wrong):
+    failing, zero = np.where(wrong, math.nan, REWARDS), np.where(wrong, 0, REWARDS)
+    examples = [Example(np.zeros(1, np.int32), {}, {"level": i % 3}) for i in range(len(REWARDS))]
+    found, expected = (summarize(r, examples, by="level") for r in (failing, zero))
+    assert (found.pop("failed"), expected.pop("failed")) == (wrong.sum(), 0)
+    line = list(scores.lines(found | {"failed": int(wrong.sum())}))[-1]
+    assert line.endswith(f" ({wrong.sum()} of 42 could not be scored)")
+    failed = [part.pop("failed") for part in found["by"].values()]
+    assert failed == [wrong[i::3].sum() for i in range(3)]
+    assert [part.pop("failed") for part in expected["by"].values()] == [0] * 3
+    assert found == expected
 
 
 def test_majority_shares_a_prompt_among_equals():

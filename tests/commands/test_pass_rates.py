@@ -13,7 +13,8 @@ from tests import tiny
 
 def test_bounds_are_inclusive():
     bounds = read_bounds("0.2:0.8")
-    prompts = [Measured([1.0] * k + [0.0] * (40 - k) + [None], 0) for k in range(41)]
+    # A failure counts as 0.
+    prompts = [Measured([1.0] * k + [0.0] * (39 - k) + [None] * (k < 40), 0) for k in range(41)]
     kept = [is_within(one.pass_rate, bounds) for one in prompts]
     assert np.flatnonzero(kept).tolist() == list(range(8, 33))
     assert not is_within(Measured([None] * 40, 0).pass_rate, (0, 1))
@@ -77,7 +78,7 @@ def test_kept_rows_gain_only_their_pass_rate(argv, tmp_path, capsys):
     assert 0.05 <= pass_rates[0] <= 0.95
     assert (pass_rates[0] * 16).is_integer()
     printed, progress = capsys.readouterr()
-    assert "reward early failed on completion" in progress
+    assert "16 of 32 completions could not be scored and count as wrong, first: " in progress
     assert "4 prompts, 0 too long and skipped\npass@1: " in printed
     assert "of 64 completions, " in printed
     assert "the reward failed on 16\n" in printed

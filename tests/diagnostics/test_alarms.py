@@ -39,6 +39,8 @@ def usual(step):
         "entropy/sampled": 0.5,
         "groups/zero_std": 3.0,
         "groups/sampled": 8.0,
+        "reward/failed": 0.0,
+        "completions": 64.0,
         "probe/sequence_std": 0.3,
         "probe/phantom": 0.001,
     }
@@ -61,6 +63,7 @@ SEEN = {
     "length_limit": ({"completion__truncated": 0.5}, {"completion__truncated": 0.49}, 31),
     "length_zero": ({"completion_length": 1.9}, {"completion_length": 2.2}, 31),
     "entropy": ({"entropy__sampled": 0.04}, {"entropy__sampled": 0.06}, 31),
+    "failed_rewards": ({"reward__failed": 8.0}, {"reward__failed": 6.0}, 31),
     "zero_variance": ({"groups__zero_std": 8.0}, {"groups__zero_std": 7.0}, 37),
     "sequence_mismatch": ({"probe__sequence_std": 0.7}, {"probe__sequence_std": 0.59}, 32),
     "phantom": ({"probe__phantom": 0.02}, {"probe__phantom": 0.009}, 31),

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxrl import huggingface, train
 from jaxrl.cli import main
+from jaxrl.commands.train import _conclude
 from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
@@ -185,10 +186,20 @@ def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):
     rows += [QUESTIONS[0], QUESTIONS[1]]
     only.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data.path": str(only), "train.train_batch": "4", "train.steps": "1"}
-    train.train(config(material, tmp_path / "run", **changes))
-    (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
-    assert entry["reward/failed"] == 8
-    assert "this one cannot be scored" in capsys.readouterr().err
+    changes["data.eval_path"] = str(only)
+    result = train.train(config(material, tmp_path / "run", **changes))
+    entries = read_metrics(tmp_path / "run/metrics.jsonl")
+    (entry,) = [e for e in entries if "reward" in e]
+    assert (entry["reward/failed"], entry["completions"]) == (8, 16)
+    evaluated = [e for e in entries if "eval/accuracy" in e]
+    assert [(e["eval/failed"], e["eval/completions"]) for e in evaluated] == [(2, 4)] * 2
+    assert [e["event"]["alarm"] for e in entries if "event" in e] == ["failed_rewards"]
+    told = capsys.readouterr().err
+    assert "step 1: reward fewer_tokens: 8 of 16 failed, first: reward fewer_tokens" in told
+    assert "step 1, held-out prompts: 2 of 4 completions could not be scored and count" in told
+    assert "this one cannot be scored" in told
+    last = _conclude(result, run_dir="run")[0].splitlines()[1]
+    assert last.count(" % (2 of 4 could not be scored)") == 2
 
 
 def test_exported_model_keeps_its_logits(finished):

@@ -100,8 +100,8 @@ def _measure(sets: Sequence[DataSet], given: argparse.Namespace) -> dict[str, An
         for one in sets:
             examples = one.prompts.examples
             measured = evaluate(source, examples, params=params, samples=samples).checked()
-            if measured.first_failure is not None:
-                note(measured.first_failure)
+            if measured.failure is not None:
+                note(measured.failure)
             found[one.path] = scores.summarize(measured.rewards, examples, by=given.by)
             found[one.path] |= scores.further(measured)
             rows += _rows(one, measured)
@@ -138,9 +138,9 @@ def _keep(data: DataSet, given: argparse.Namespace, bounds: Bounds) -> dict[str,
             for failure in pass_rates.measure(opening, examples, journal=journal, samples=samples):
                 if failure is not None:
                     progress.note(failure)
-                known = [m.pass_rate for m in journal.measured if m.pass_rate is not None]
-                kept = sum(pass_rates.is_within(rate, bounds) for rate in known)
-                numbers = {"accuracy": float(np.mean(known)), "kept": kept}
+                rates = [one.pass_rate for one in journal.measured]
+                kept = sum(pass_rates.is_within(rate, bounds) for rate in rates)
+                numbers = {"accuracy": float(np.mean([r or 0.0 for r in rates])), "kept": kept}
                 progress.update(len(journal.measured), numbers)
         except KeyboardInterrupt:
             measured = f"{len(journal.measured)} of {total} prompts measured"

@@ -54,9 +54,10 @@ class Measured(NamedTuple):
 
     @property
     def pass_rate(self) -> float | None:
-        """The mean reward over the scored completions; None if there are none."""
-        known = [reward for reward in self.rewards if reward is not None]
-        return float(np.mean(known)) if known else None
+        """The mean reward, with 0 for a failure; None if all failed, so that the row is dropped."""
+        if all(reward is None for reward in self.rewards):
+            return None
+        return float(np.mean([reward or 0.0 for reward in self.rewards]))
 
 
 class Journal:
@@ -135,7 +136,8 @@ def measure(
     samples: int,
 ) -> Iterator[str | None]:
     """Samples and scores `samples` completions of each prompt that the journal lacks, and adds them
-    to it in chunks. Yields the first failure in each chunk. Opens the source only if it is needed.
+    to it in chunks. Yields for each chunk a line about its failures, or None. Opens the source only
+    if it is needed.
 
     Every chunk has its own seed, so a resumed measurement equals an uninterrupted one.
 
@@ -160,7 +162,7 @@ def measure(
                     for rewards, truncated in pairs
                 ]
             )
-            yield found.first_failure
+            yield found.failure
 
 
 def write_kept(

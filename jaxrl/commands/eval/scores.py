@@ -18,7 +18,8 @@ def summarize(
     """Computes a data set's numbers from rewards alone, as JSON values.
 
     Args:
-      rewards: f64[N, S] of S completions for each of N prompts; NaN for a missing reward.
+      rewards: f64[N, S] of S completions for each of N prompts; NaN where the reward failed, which
+        counts as wrong.
       examples: the N prompts.
       by: a column of the data: adds the accuracy for each of its values.
 
@@ -30,7 +31,7 @@ def summarize(
     if samples > 1:
         powers = {2**i for i in range(samples.bit_length())}
         counts = sorted(k for k in powers | {samples} if k <= samples)
-        found["pass@k"] = {str(k): _known(pass_at_k(rewards, k)) for k in counts}
+        found["pass@k"] = {str(k): pass_at_k(rewards, k) for k in counts}
     if by is not None:
         found["by"] = {
             value: {"prompts": int(rows.sum()), **_accuracy(rewards[rows])}
@@ -63,22 +64,20 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _accuracy(rewards: np.ndarray) -> dict[str, float | None]:
-    known = rewards[~np.isnan(rewards)]
+    interval = half_interval(rewards)
     return {
-        "accuracy": float(known.mean()) if known.size else None,
-        "interval": _known(half_interval(rewards)),
+        "accuracy": float(np.nan_to_num(rewards).mean()),
+        "interval": None if math.isnan(interval) else interval,
+        "failed": int(np.isnan(rewards).sum()),
+        "completions": rewards.size,
     }
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def _percent(part: dict[str, Any]) -> str:
-    if part["accuracy"] is None:
-        return "not known"
     interval = part.get("interval")
     text = f"{part['accuracy']:.1%}" + (f" ± {interval:.1%}" if interval is not None else "")
+    if failed := part.get("failed"):
+        text += f" ({failed} of {part['completions']} could not be scored)"
     return text.replace("%", " %")
 
 

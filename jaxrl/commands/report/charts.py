@@ -24,7 +24,8 @@ class Chart(NamedTuple):
         """Selects the known metrics that this chart draws, with their labels."""
         names = {name: label for name, label in self.metrics.items() if name in known}
         if self.rest is not None:
-            found = (n for n in known if n.startswith(self.rest) and n not in self.left_out)
+            found = (n for n in known if n.startswith(self.rest) and not n.endswith("/failed"))
+            found = (n for n in found if n not in self.left_out)
             names |= {name: name.removeprefix(self.rest) for name in sorted(found)}
         return names
 
@@ -64,7 +65,17 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
             "mean of each, before weighting",
             {},
             rest="reward/",
-            left_out=("reward/std", "reward/failed", *_quantiles("reward")),
+            left_out=("reward/std", *_quantiles("reward")),
+        ),
+        Chart(
+            "Failed rewards",
+            "completions that could not be scored: ignored in training, wrong when held out",
+            {
+                "reward/failed": "failed",
+                "completions": "all",
+                "eval/failed": "held-out, failed",
+                "eval/completions": "held-out, all",
+            },
         ),
         Chart(
             "Zero-variance groups",

@@ -8,8 +8,8 @@ from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.rules import RULES
 
-# `not_finite` compares nothing; `kl_spike` compares the first steps with each other.
-_FROM_THE_FIRST_STEP = {"not_finite", "kl_spike"}
+# The first two compare nothing; `kl_spike` compares the first steps with each other.
+_FROM_THE_FIRST_STEP = {"not_finite", "failed_rewards", "kl_spike"}
 
 
 class Alarm(NamedTuple):

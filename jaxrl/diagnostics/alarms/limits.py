@@ -21,6 +21,7 @@ class Limits:
     length_factor: float = 0.1  # times the length of the first steps
     entropy_factor: float = 0.1  # times the entropy of the first steps
     held_out_drop: float = 0.1  # below the best accuracy
+    failed_share: float = 0.1  # of completions
     mismatch_nats: float = 0.5  # spread of the log-ratios of whole completions
     phantom_share: float = 0.05  # of tokens
     # Consecutive skipped updates. A dynamic loss scale that starts too high skips a few and

@@ -214,6 +214,26 @@ def zero_variance(history: History, limits: Limits) -> Finding | None:
 
 
 @rule(
+    "rewards fail",
+    causes="a reward function or an environment that raises, or returns no number, for some "
+    "completions; a judge that does not answer in time",
+    keys=("reward.path", "environment.name", "reward.timeout"),
+)
+def failed_rewards(history: History, limits: Limits) -> Finding | None:
+    """Share of completions that could not be scored, in training or in the last evaluation: above
+    {failed_share}. This rule also judges the first steps."""
+    since, limit = history.step - limits.short, limits.failed_share
+    recent = [history.between(n, since, history.step) for n in ("reward/failed", "completions")]
+    newest = [history.series(n).values[-1:] for n in ("eval/failed", "eval/completions")]
+    for where, counts in {"sampled": recent, "held-out": newest}.items():
+        failed, of = (float(np.sum(count)) for count in counts)
+        if (share := failed / max(of, 1.0)) > limit:
+            text = f"{failed:.0f} of {of:.0f} {where} completions could not be scored"
+            return Finding(share, limit, text)
+    return None
+
+
+@rule(
     "learner and sampler diverge",
     causes="16-bit arithmetic on longer or less likely completions, stale samples, or weights "
     "that did not reach the sampler; if probe/shape_noise_std is near probe/beta_std, the "

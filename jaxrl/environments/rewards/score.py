@@ -31,7 +31,8 @@ class Reward(NamedTuple):
 class RewardScores(NamedTuple):
     """Rewards of N completions."""
 
-    total: np.ndarray  # f64[N], weighted; NaN where a function failed, so that training ignores it
+    # f64[N], weighted; NaN where a function with a weight failed, so that training ignores it.
+    total: np.ndarray
     components: dict[str, np.ndarray]  # f64[N] for each reward name, before the weight
     failures: dict[str, int]  # number of failed completions for each reward name
     first_failure: str | None  # message for the log
@@ -110,7 +111,8 @@ def with_component(
     weight: float,
     failure: str | None = None,
 ) -> RewardScores:
-    """Adds a reward: values f64[N], NaN where it failed, and the message of its first failure."""
+    """Adds a reward: values f64[N], NaN where it failed, and the message of its first failure. With
+    weight 0 it is only watched: it adds 0 to the total even where it failed."""
     with np.errstate(over="ignore", invalid="ignore"):
         wrong = ~(np.abs(values) * max(1.0, abs(weight)) <= _LARGEST)
     failed = int(wrong.sum())
@@ -121,7 +123,7 @@ def with_component(
         )
     values = np.where(wrong, np.nan, values)
     return RewardScores(
-        scores.total + weight * values,
+        scores.total + weight * values if weight else scores.total,
         {**scores.components, name: values},
         {**scores.failures, name: failed},
         scores.first_failure or failure,

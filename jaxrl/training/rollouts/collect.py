@@ -17,6 +17,7 @@ from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import check_versions
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
 from jaxrl.training.rollouts.score import (
+    failure_note,
     reward_metrics,
     score_rollouts,
     scores_by_group,
@@ -42,17 +43,22 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
     config = source.config.train
     extra_rounds = config.dynamic_sampling_rounds
     found, sampled, rounds = progress.pending, list[Rollout](), 0
+    failures = list[str]()
+    noting = source._replace(note=failures.append)
     rollouts: list[Rollout] = []
     while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < config.train_batch:
         first, progress.position = progress.position, progress.position + config.train_batch
         examples = prompts_at(source, range(first, progress.position))
         params = request_params(source, step=progress.step, request=rounds)
         rollouts = _sample_and_score(
-            source, examples, params=params, step=progress.step, seconds=seconds
+            noting, examples, params=params, step=progress.step, seconds=seconds
         )
         kept = dynamic_sampling.informative(rollouts) if extra_rounds else rollouts
         found, sampled, rounds = [*found, *kept], [*sampled, *rollouts], rounds + 1
-    numbers = reward_metrics(sampled, weights=source.task.weights)
+    weights, first = source.task.weights, next(iter(failures), None)
+    if (note := failure_note(sampled, weights=weights, first=first)) is not None:
+        source.note(f"step {progress.step + 1}: {note}")
+    numbers = reward_metrics(sampled, weights=weights)
     groups = dynamic_sampling.count_groups(found)
     # If all rewards are equal, the last round is trained on: a KL term still has a gradient.
     batch, progress.pending = dynamic_sampling.split_groups(
@@ -118,8 +124,7 @@ def _sample_and_score(
 ) -> list[Rollout]:
     """Samples and scores the groups of some prompts; returns them in the prompts' order. Groups
     that are complete are scored in a thread while others are still being sampled."""
-    size, failures = source.config.train.group_size, list[str]()
-    noting, early = source._replace(note=failures.append), scores_by_group(source)
+    size, early = source.config.train.group_size, scores_by_group(source)
     groups: dict[int, list[Generated]] = {number: [] for number in examples}
     ready, scored = SimpleQueue[list[Generated]](), list[Rollout]()
 
@@ -128,7 +133,7 @@ def _sample_and_score(
         found = [one for _ in range(ready.qsize()) for one in ready.get()]
         if found:
             rollouts = [rollout for _, rollout in found]
-            scored.extend(score_rollouts(noting, rollouts, examples=examples))
+            scored.extend(score_rollouts(source, rollouts, examples=examples))
 
     with ThreadPoolExecutor(1, thread_name_prefix="rewards") as thread:
         with clock(seconds, "time/sample"):
@@ -146,8 +151,6 @@ def _sample_and_score(
                 ready.put(_ordered(group))
             score_ready()
             scored = with_teacher(source, scored)
-    if failures:
-        source.note(failures[0])
     order = {number: i for i, number in enumerate(examples)}
     # Training must not depend on the order in which they finished.
     return sorted(scored, key=lambda rollout: order[rollout.group])

@@ -1,5 +1,6 @@
 """Rewards of rollouts: reward functions, a reward model, the environment."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,8 +33,9 @@ def score_rollouts(
 ) -> list[Rollout]:
     """Returns the rollouts with their rewards.
 
-    A rollout whose reward failed is masked and not trained on. Reward functions read the last turn;
-    they are not called for an episode whose environment failed.
+    A rollout whose reward failed is masked and not trained on, unless the weight of the part that
+    failed is 0. Reward functions read the last turn; they are not called for an episode whose
+    environment failed.
     """
     task, weights = source.task, source.task.weights
     known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
@@ -84,15 +86,36 @@ def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float])
         raise RuntimeError(
             f"the rewards of all {len(rollouts)} rollouts failed; the first failure is logged above"
         )
+    failed = _failed_parts(rollouts)
     numbers = {
         "reward": float(np.nanmean(rewards)),
         "reward/std": float(np.nanstd(rewards)),
         "reward/failed": float(np.isnan(rewards).sum()),
+        "completions": float(len(rollouts)),
         "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
     }
     if len(weights) > 1 or 0.0 in weights.values():
-        components = np.nanmean([r.components for r in rollouts], axis=0)
-        numbers |= {
-            f"reward/{name}": float(value) for name, value in zip(weights, components, strict=True)
-        }
+        totals = np.nansum([r.components for r in rollouts], axis=0)
+        for name, total, count in zip(weights, totals, failed, strict=True):
+            known = len(rollouts) - count
+            numbers[f"reward/{name}"] = float(total / known) if known else math.nan
+            numbers[f"reward/{name}/failed"] = float(count)
     return numbers | episode_metrics(rollouts)
+
+
+def failure_note(
+    rollouts: Sequence[Rollout], *, weights: Mapping[str, float], first: str | None
+) -> str | None:
+    """Counts the failures of each part of the reward in one line, and quotes the first; None if
+    there are none."""
+    counts = [
+        f"reward {name}{' (weight 0)' * (weight == 0)}: {failed} of {len(rollouts)} failed"
+        for (name, weight), failed in zip(weights.items(), _failed_parts(rollouts), strict=True)
+        if failed
+    ]
+    return ", ".join([*counts, f"first: {first}"] if first else counts) if counts else None
+
+
+def _failed_parts(rollouts: Sequence[Rollout]) -> list[int]:
+    """Counts for each part of the reward the rollouts on which it failed."""
+    return np.isnan([r.components for r in rollouts]).sum(axis=0).tolist()

@@ -24,7 +24,7 @@ from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import Buffer, Counts, staleness
 from jaxrl.training.rollouts.collect import RolloutBatch, collect, prompts_at, request_params
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
-from jaxrl.training.rollouts.score import reward_metrics, score_rollouts, with_teacher
+from jaxrl.training.rollouts.score import failure_note, reward_metrics, score_rollouts, with_teacher
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
@@ -75,6 +75,7 @@ class Stream:
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
+        self._failures: dict[int, str] = {}  # by group, the first of its rewards
         self._sampling, self._rewarding = _Clock(), _Clock()
         # A server takes many requests at once; the embedded sampler takes one with many prompts.
         workers = c.sampler.max_requests * max(1, len(c.sampler.url))
@@ -125,9 +126,16 @@ class Stream:
             progress.position = self._position
             progress.pending, progress.running = self._buffer.waiting, self._buffer.running
             progress.counts = dataclasses.asdict(self._buffer.counts)
+            waiting = {r.group for r in progress.pending}
+            failures = self._failures
+            self._failures = {g: text for g, text in failures.items() if g in waiting}
         if batch is None:
             return None
-        numbers = reward_metrics(batch, weights=self._source.task.weights)
+        weights = self._source.task.weights
+        first = next((failures[r.group] for r in batch if r.group in failures), None)
+        if (note := failure_note(batch, weights=weights, first=first)) is not None:
+            self._source.note(f"step {progress.step + 1}: {note}")
+        numbers = reward_metrics(batch, weights=weights)
         return RolloutBatch(batch, batch, numbers | self._numbers(batch))
 
     def _wait(self) -> list[Rollout] | None:
@@ -212,11 +220,14 @@ class Stream:
 
     def _score(self, group: list[Generated], example: Example) -> None:
         ordered = [one.rollout for one in sorted(group, key=lambda one: one.index)]
-        number = ordered[0].group
-        rollouts = score_rollouts(self._source, ordered, examples={number: example})
+        number, failures = ordered[0].group, list[str]()
+        noting = self._source._replace(note=failures.append)
+        rollouts = score_rollouts(noting, ordered, examples={number: example})
         rollouts = with_teacher(self._source, rollouts)
         with self._changed:
             self._rewarding.stop()
+            if failures:
+                self._failures[number] = failures[0]
             self._buffer.finish(number, rollouts)
             self._changed.notify_all()
 

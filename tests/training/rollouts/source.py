@@ -18,7 +18,7 @@ def make_source(
     *,
     sampler: Any,
     reward: Callable[[str, Any], float],
-    note: Callable[[str], None],
+    note: Callable[[str], None] = print,
 ) -> RolloutSource:
     """The text of a completion is its token ids, separated by spaces."""
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))

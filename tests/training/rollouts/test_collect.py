@@ -85,6 +85,7 @@ def test_first_failure_is_noted_once():
     batch = collected(Backwards(), reward=reward, notes=notes)
     assert batch.numbers["reward/failed"] == 4
     assert len(notes) == 1
+    assert notes[0].startswith("step 1: reward earned: 4 of 8 failed, first: reward earned")
     assert "no reward for this one" in notes[0]
 
 

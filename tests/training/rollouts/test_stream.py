@@ -287,6 +287,7 @@ def test_failed_rewards_mask_their_group_only():
     assert [np.isnan(r.reward) for r in batch.batch] == [True, True, False, False]
     assert not any(r.action_mask.any() for r in batch.batch[:2])
     assert batch.numbers["reward/failed"] == 2
+    assert "2 of 4 failed, first: " in run.notes[0]
     assert "no reward for this one" in run.notes[0]
 
 

@@ -21,10 +21,13 @@ function outcome(run) {
   const accuracy = run.series["eval/accuracy"], reward = run.series.reward, speed = run.series.tokens_per_second, found = {};
   if (accuracy) {
     const [steps, values] = accuracy, best = values.lastIndexOf(Math.max(...values));
-    found["held-out accuracy"] = [`${percent(values[0])} \u2192 ${percent(values.at(-1))}`, `best ${percent(values[best])} at step ${steps[best]}`];
+    const failed = run.series["eval/failed"]?.[1] ?? [], all = run.series["eval/completions"]?.[1].at(-1);
+    const [before, after] = [0, -1].map((i) => failed.at(i) ? ` (${failed.at(i)} of ${all} could not be scored)` : "");
+    found["held-out accuracy"] = [`${percent(values[0])}${before} \u2192 ${percent(values.at(-1))}${after}`, `best ${percent(values[best])} at step ${steps[best]}`];
     found["best model"] = [`step ${steps[best]}`, element("code", {}, [`jaxrl export ${quoted(run.path)} OUT --step best`])];
   }
-  if (reward) found.reward = [`${brief(reward[1][0])} \u2192 ${brief(reward[1].at(-1))}`, "first and last step"];
+  const unscored = run.series["reward/failed"]?.[1].at(-1), of = run.series.completions?.[1].at(-1);
+  if (reward) found.reward = [`${brief(reward[1][0])} \u2192 ${brief(reward[1].at(-1))}`, `first and last step${unscored ? `; ${unscored} of ${of} failed in the last` : ""}`];
   else if (run.series.loss) found.loss = [`${brief(run.series.loss[1][0])} \u2192 ${brief(run.series.loss[1].at(-1))}`, "first and last reading"];
   found.steps = [`${run.last_step} of ${run.config["train.steps"] ?? "?"}`, run.seconds ? `${duration(run.seconds)} in steps` : ""];
   if (speed) found["tokens/s"] = [shown(Math.round(median(speed[1]))), "median of a step"];
