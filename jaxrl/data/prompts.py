@@ -1,5 +1,6 @@
 """Prompts: rows of data, rendered, tokenised and put in a reproducible order."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +13,26 @@ from jaxrl.data.templates import Rendering, make_renderer, uses_template
 from jaxrl.data.tokenizer import Tokenizer
 
 
-class Example(NamedTuple):
-    """One prompt."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example(Mapping[str, Any]):
+    """One prompt: what rewards and environments read by key.
 
-    tokens: np.ndarray  # i32[P], the rendered prompt
-    record: Mapping[str, Any]  # the row, with "prompt" (rendered) and "answer" (the reference)
+    The keys are the columns of the row, unchanged; "prompt" and "answer", the columns that the
+    config names; and "rendered_prompt", the text that the model reads.
+    """
+
+    tokens: np.ndarray  # i32[P], of the rendered prompt
+    record: Mapping[str, Any]  # its keys and values
     row: Mapping[str, Any]  # as it stands in the data
+
+    def __getitem__(self, key: str) -> Any:
+        return self.record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.record)
+
+    def __len__(self) -> int:
+        return len(self.record)
 
 
 class Prompts(NamedTuple):
@@ -40,7 +55,7 @@ def load_prompts(
     """Renders and tokenises prompts; drops and counts those longer than `max_tokens`.
 
     The column `prompt_key` has a text or a list of messages, rendered with the tools in the
-    column "tools", if any. The column `answer_key` becomes `record["answer"]`; None without
+    column "tools", if any. The column `answer_key` becomes `example["answer"]`; None without
     reference answers. Reading stops after `limit` prompts; None reads all.
 
     Raises:
@@ -56,6 +71,7 @@ def load_prompts(
             break
         tools = read_tools(record, where=where)
         text = render(read_prompt(record, prompt_key, where=where), where, tools=tools)
+        named = {"prompt": record[prompt_key], "rendered_prompt": text}
         if len(text) > longest:
             too_long += 1
             continue
@@ -65,8 +81,9 @@ def load_prompts(
             continue
         if len(tokens) == 0:
             raise ValueError(f"{where}: the prompt under {prompt_key!r} has no tokens")
-        answer = {"answer": read_column(record, answer_key, where=where)} if answer_key else {}
-        examples.append(Example(tokens, {**record, "prompt": text, **answer}, record))
+        if answer_key:
+            named["answer"] = read_column(record, answer_key, where=where)
+        examples.append(Example(tokens, {**record, **named}, record))
     if not examples:
         raise ValueError(
             f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"

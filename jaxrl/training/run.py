@@ -15,6 +15,7 @@ from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
+from jaxrl.builders.trial import try_task
 from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
@@ -67,11 +68,12 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     recipe, apart, models = make_recipe(config), config.sampler.devices, find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
     task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
-    learning, state = open_learning(config, recipe, models=models, layout=layout)
     episode_runner = environment.make_episode_runner(
-        config, task.tokenizer, task.tools, vocab_size=learning.model.config.vocab_size
+        config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
     )
     params = sampling_params(config.sampling, models.policy, seed=config.seed)
+    tried = try_task(config, task, episode_runner, rewards=task.rewards, params=params)
+    learning, state = open_learning(config, recipe, models=models, layout=layout)
     reward_model, teaches = None, names_teacher(config, models)
     if teaches:
         # A teacher is not part of the reward.
@@ -126,7 +128,7 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
         attention = learning.check_attention(config)
         missing = gap(tracker.history, step=progress.step) if hosts.leads else None
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
-        warnings = (*repaired, missing, *notes, change)
+        warnings = (*repaired, missing, *tried, *notes, change)
         for line in filter(None, (*warnings, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
@@ -150,7 +152,7 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
     return Samples(
         Path(config.run_dir, "samples.jsonl"),
         tokenizer=task.tokenizer,
-        answer=lambda number: prompts_at(source, [number])[number].record.get("answer"),
+        answer=lambda number: prompts_at(source, [number])[number].get("answer"),
         parts=list(task.weights),
         start_step=step,
     )

@@ -57,9 +57,11 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path):
     parquet = prompts(str(tmp_path / "a.parquet"))
     for a, b in zip(jsonl.examples, parquet.examples, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        assert a.record == b.record
-    assert jsonl.examples[0].record["prompt"] == "<user>How many?<assistant>"
-    assert jsonl.examples[0].record["answer"] == GSM8K[0]["answer"]
+        assert a == b
+    assert dict(jsonl.examples[0]) == GSM8K[0] | {
+        "prompt": "How many?",
+        "rendered_prompt": "<user>How many?<assistant>",
+    }
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
@@ -76,7 +78,7 @@ def test_rendering_applies_template_and_format(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", GSM8K[:1])
 
     def text(rendering, **kw):
-        return prompts(path, rendering=rendering, **kw).examples[0].record["prompt"]
+        return prompts(path, rendering=rendering, **kw).examples[0]["rendered_prompt"]
 
     rendering = Rendering(system_prompt="Be brief.", prompt_format="Q: {prompt}\n{x}")
     assert text(rendering) == "<system>Be brief.<user>Q: How many?\n{x}<assistant>"
@@ -109,8 +111,9 @@ def test_the_tokenizer_begins_a_text_unless_a_template_renders_it(
 def test_a_prompt_may_be_messages(tmp_path: Path):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     path = write(tmp_path / "a.jsonl", [{"question": messages, "answer": 1}])
-    rendered = prompts(path).examples[0].record["prompt"]
-    assert rendered == "<user>Hi<assistant>Hello<assistant>"
+    (example,) = prompts(path).examples
+    assert example["rendered_prompt"] == "<user>Hi<assistant>Hello<assistant>"
+    assert example["prompt"] == example["question"] == messages
     with pytest.raises(ValueError, match=r"a\.jsonl:1: .*needs a chat template"):
         prompts(path, rendering=Rendering(template="text"))
 
@@ -134,7 +137,7 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line, message):
 
 def test_reference_answers_are_optional(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [{"question": "x"}])
-    assert "answer" not in prompts(path, answer_key=None).examples[0].record
+    assert "answer" not in prompts(path, answer_key=None).examples[0]
 
 
 def test_unreadable_sources_are_refused(tmp_path: Path, monkeypatch):
@@ -195,7 +198,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name, content, mess
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW)
-    assert prompts(str(tmp_path / "a.jsonl")).examples[0].record["answer"] == "y"
+    assert prompts(str(tmp_path / "a.jsonl")).examples[0]["answer"] == "y"
 
 
 @pytest.mark.parametrize(

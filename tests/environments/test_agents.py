@@ -110,7 +110,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     assert undocumented({name for e in entries for name in e}) == ["step", "time"]
     steps = [e for e in entries if "reward" in e]
     assert sum(e["episodes/error"] for e in steps) == sum(e["reward/failed"] for e in steps) == 2
-    assert "reset raised KeyError('0+1=')" in capsys.readouterr().err
+    assert "in reset: KeyError: '0+1='" in capsys.readouterr().err
     for e in steps:
         ended = sum(e[f"episodes/{end}"] for end in ("done", "max_tokens", "error"))
         assert ended == 6
@@ -137,7 +137,7 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     assert main(["eval", file, *own, *keep]) == 0
     said = capsys.readouterr()
     assert "kept 5; dropped 0 below 1, 0 above 100, 1 without a reward" in said.out
-    assert "reset raised KeyError('0+1=')" in said.err
+    assert "in reset: KeyError: '0+1='" in said.err
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert all(2 <= row["pass_rate"] <= 24 for row in rows)
 

@@ -38,7 +38,7 @@ class Guesses:
 def play(url, texts, *, row):
     context = builtin.EnvironmentContext(TOKENIZER, {})
     make = functools.partial(builtin.openenv, context, url=url, observation="{said}")
-    example = Example(np.array([2]), {"prompt": "Number? {observation}"}, row)
+    example = Example(np.array([2]), {"rendered_prompt": "Number? {observation}"}, row)
     episodes = EpisodeRunner(make, LIMITS, LockstepScheduler)
     sampler = Guesses({(0, j): turns for j, turns in enumerate(texts)})
     params = SamplingParams(max_tokens=400, stop=(), seed=0)

@@ -84,7 +84,37 @@ def test_failures_are_nan_and_counted(tmp_path):
     assert all(map(math.isnan, scored.total[1:]))
     assert scored.failures == {"half": 0, "picky": 3}
     assert scored.components["half"].tolist() == [0.5] * 4
-    assert "picky failed on completion 'bad': KeyError" in (scored.first_failure or "")
+    told = f"reward picky failed on completion 'bad': {file}:7 in picky: KeyError: 'bad'"
+    assert scored.first_failure == told
+    for text, said in (("none", "it returned None; return a number"), ("inf", "it returned inf")):
+        told = score(terms, [text], [{}]).first_failure or ""
+        assert told.startswith(f"reward picky failed on completion {text!r}: {file}:5 in picky: ")
+        assert f"ValueError: {said}" in told
+
+
+DEEP = """
+import json
+
+def outer(completion, example):
+    return inner(completion)
+
+def inner(completion):
+    return json.loads(completion)["x"]
+
+async def later(completion, example):
+    return inner(completion)
+"""
+
+
+@pytest.mark.parametrize("name", ["outer", "later"])
+def test_a_failure_names_the_last_line_of_the_users_code(tmp_path, monkeypatch, name):
+    """Not the line of the library that it called, nor that of jaxrl."""
+    (tmp_path / "deep.py").write_text(DEEP)
+    monkeypatch.chdir(tmp_path)
+    told = score(load_rewards([f"deep.py:{name}"]), ["{", "{}"], [{}] * 2).first_failure or ""
+    assert ": deep.py:8 in inner: JSONDecodeError: Expecting property name" in told
+    told = score(load_rewards(["numeric_match"]), ["1"], [{"answer": "?"}]).first_failure or ""
+    assert ": ValueError: numeric_match: the reference answer" in told
 
 
 @pytest.mark.parametrize(
@@ -157,7 +187,7 @@ def test_system_exit_affects_only_its_own_completion(tmp_path, name):
     file.write_text(SLOW)
     scored = score(load_rewards([f"{file}:{name}"]), ["x = 1", "exit(0)", "x = 2"], [{}] * 3)
     np.testing.assert_array_equal(scored.total, [1, np.nan, 1])
-    assert "SystemExit(0)" in str(scored.first_failure)
+    assert "SystemExit: 0" in str(scored.first_failure)
 
 
 @pytest.mark.parametrize("name", ["hangs", "remote"])
@@ -329,8 +359,11 @@ def test_reward_beyond_f32_is_a_failure(hostile):
         texts = ["1e308", "-1e308", "inf", "nan", good]
         scored = score([term._replace(weight=weight)], texts, [{}] * 5)
         assert scored.total.tolist()[4] == weight * float(good)
-        assert np.isnan(scored.total[:4]).all()
-        assert "reward huge is 1e+308 on one of 4 failed" in str(scored.first_failure)
+        assert np.isnan(scored.total[:4]).all() or weight == 0
+        assert np.isnan(scored.components["huge"][:4]).all()
+        assert "huge failed on completion 'inf'" in str(scored.first_failure)
+        told = score([term._replace(weight=weight)], texts[:1], [{}]).first_failure
+        assert "reward huge is 1e+308 on one of 1 failed" in str(told)
 
 
 def test_reward_signature_is_checked(hostile):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import re
 import threading
 import time
 from typing import Any
@@ -205,8 +206,8 @@ class Breaks(Talk):
 @pytest.mark.parametrize(
     ("how", "end", "said"),
     [
-        ("raises", "error", "step raised KeyError('what')"),
-        ("exits", "error", "step raised SystemExit(3)"),
+        ("raises", "error", " in misbehave: KeyError: 'what'"),
+        ("exits", "error", " in misbehave: SystemExit: 3"),
         ("hangs", "timeout", "step took longer than 2 s"),
         ("blocks", "timeout", "step took longer than 2 s"),
         ("nothing", "invalid", "returned None, expected a Step"),
@@ -227,6 +228,7 @@ def test_failing_environment_affects_its_episode_only(scheduler, how, end, said)
     rollouts, failure = run(type("B", (Breaks,), {"how": how}), scheduler=scheduler, limits=limits)
     assert failure is not None
     assert said in failure
+    assert re.match(r"(step failed: )?tests/environments/test_runner\.py:\d+ in \w+: ", failure)
     for k, (r, undisturbed) in enumerate(zip(rollouts, whole, strict=True)):
         assert r.episode is not None
         if k != 2:

@@ -283,7 +283,7 @@ def test_missing_tool_role_becomes_user_message():
 
 
 def example(text: str) -> Example:
-    return Example(ids(text), {"prompt": text}, {"seed": 5})
+    return Example(ids(text), {"rendered_prompt": text}, {"seed": 5})
 
 
 def test_episode_ends_without_calls():

@@ -161,7 +161,7 @@ def _rows(data: DataSet, measured: Evaluation) -> list[dict[str, Any]]:
     task, samples = data.task, measured.rewards.shape[1]
     name = task.rewards[0].name if task.rewards else "reward"
     rows = [
-        {**data.prompts.examples[i // samples].record, "completion": text, name: value}
+        {**data.prompts.examples[i // samples], "completion": text, name: value}
         for i, (text, value) in enumerate(
             zip(measured.completions, measured.rewards.ravel().tolist(), strict=True)
         )

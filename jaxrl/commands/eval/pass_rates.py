@@ -100,7 +100,7 @@ def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) ->
     sampling = config.sampling.model_dump(exclude={"max_batch"})
     values = {
         "model.path": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
-        "data.path": [[dict(one.record), one.tokens.tolist()] for one in examples],
+        "data.path": [[dict(one), one.tokens.tolist()] for one in examples],
         "reward.path": config.reward.path[:1],
         "environment": config.environment.model_dump(),
         **{f"sampling.{name}": value for name, value in sampling.items()},

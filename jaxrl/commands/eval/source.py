@@ -9,6 +9,7 @@ from jaxrl.builders.policy import open_policy
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds
 from jaxrl.builders.task import TaskData, load_task
+from jaxrl.builders.trial import try_task
 from jaxrl.config.training import Config
 from jaxrl.data import Prompts, end_note
 from jaxrl.huggingface import Checkpoint
@@ -41,13 +42,17 @@ def open_source(
     data: DataSet, *, prompts: int, samples: int, note: Callable[[str], None]
 ) -> Iterator[RolloutSource]:
     """Opens the policy with its sampler and environment, for requests of at most `prompts` prompts
-    with `samples` completions each; raises as `open_policy` and `make_episode_runner`."""
+    with `samples` completions each, after a trial of the reward; raises as `open_policy`,
+    `make_episode_runner` and `try_task`."""
     config, checkpoint, task = data.config, data.checkpoint, data.task
     if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
         note(end)
     runner = make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=checkpoint.config.vocab_size
     )
+    params = sampling_params(config.sampling, checkpoint, seed=config.seed)
+    for line in try_task(config, task, runner, rewards=task.rewards[:1], params=params):
+        note(line)
     needs = SamplerNeeds(
         config.longest_sequence,
         config.sampling.max_batch,
@@ -65,7 +70,7 @@ def open_source(
             config=config,
             task=task,
             sampler=sampler,
-            params=sampling_params(config.sampling, checkpoint, seed=config.seed),
+            params=params,
             episode_runner=runner,
             reward_model=None,
             teacher=None,

@@ -20,6 +20,7 @@ from jaxrl.environments.episodes.base import Environment, EpisodeError, EpisodeL
 from jaxrl.environments.episodes.episode import EpisodeBuilder, check_prompt, check_step
 from jaxrl.environments.episodes.open_file_limit import max_open_episodes, reserve_files
 from jaxrl.environments.isolation.calls import Deadline, Worker, run_in_thread, wait_for
+from jaxrl.environments.isolation.places import defined_at, describe
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, TurnCache
 
 
@@ -175,7 +176,7 @@ class _Episode:
         self._end: End | None = None
 
     async def begin(self) -> None:
-        with self._failures():
+        with self._failures("reset"):
             prompt = check_prompt(await self._call(self._reset, name="reset"), self._limits)
             self._builder = EpisodeBuilder(prompt, self._index)
 
@@ -188,7 +189,7 @@ class _Episode:
             self._builder.add_completion(completion)
             number += 1
             step = functools.partial(self._environment.step, completion.tokens)
-            with self._failures():
+            with self._failures("step"):
                 checked = check_step(await self._call(step, name="step"), self._limits)
                 self._end = self._builder.add_step(checked, self._limits)
         self._close_environment()
@@ -209,12 +210,14 @@ class _Episode:
             run_in_thread(close)
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Ends the episode if its environment fails."""
+    def _failures(self, name: str) -> Iterator[None]:
+        """Ends the episode if its environment's method `name` fails."""
         try:
             yield
         except EpisodeError as error:
-            self.failure, self._end = str(error), error.end
+            method = getattr(self._environment, name, None)
+            place = "" if error.end == "error" else defined_at(method)
+            self.failure, self._end = f"{place}{error}", error.end
 
     def _reset(self) -> Any:
         self._environment = self._make()
@@ -242,7 +245,8 @@ class _Episode:
             raise EpisodeError("timeout", message) from None
         error = done.exception()
         if error is not None:
-            raise EpisodeError("error", f"{name} raised {error!r}") from error
+            what = describe(error, function=getattr(self._environment, name, self._make))
+            raise EpisodeError("error", f"{name} failed: {what}") from error
         return done.result()
 
 

@@ -32,7 +32,7 @@ def rollouts(
       sampler: samples the completions.
       examples: rows with a "prompt", a text or a list of messages, and maybe with "tools".
       tokenizer: the model's; its chat template renders the prompts if there is one.
-      reward: (text of a completion, its example) -> a number.
+      reward: (text of a completion, its example with "rendered_prompt") -> a number.
       params: parameters of sampling.
       group_size: completions per prompt.
       rendering: options that turn prompts into text.
@@ -48,18 +48,19 @@ def rollouts(
     """
     _check_distribution(params, temperature)
     render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
-    prompts = []
+    prompts, known = [], []
     for i, example in enumerate(examples):
         where = f"example {i}"
         prompt = read_prompt(example, "prompt", where=where)
         text = render(prompt, where, tools=read_tools(example, where=where))
+        known.append({**example, "rendered_prompt": text})
         prompts.append(np.array(encode(text), np.int32))
     found: dict[tuple[int, int], Rollout] = {}
     for completion in sampler.sample(prompts, params, group_size=group_size):
         i = completion.prompt_index
         text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
         rollout = as_rollout(completion, prompts[i], group=i)
-        rewarded = rollout._replace(reward=float(reward(text, examples[i])))
+        rewarded = rollout._replace(reward=float(reward(text, known[i])))
         found[i, completion.sample_index] = rewarded
     return [found[key] for key in sorted(found)]
 

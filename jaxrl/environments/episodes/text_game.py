@@ -30,7 +30,7 @@ class TextGame:
         The game's `reset` gets the arguments in the column `reset`, and the column `seed`, if the
         data has them.
         """
-        prompt = example.record["prompt"]
+        prompt = example["rendered_prompt"]
         if _PLACEHOLDER not in prompt:
             raise ValueError(f"the prompt {prompt!r:.80} has no {_PLACEHOLDER}")
         arguments = dict(example.row.get("reset") or {})

@@ -1,7 +1,8 @@
 """Reward functions that a config names: `(completion: str, example: Mapping) -> float`.
 
-`example` is the row of the data; its keys `prompt` and `answer` are the columns that the config
-names. A config names a user's own reward function as `file.py:function`.
+`example` is the row of the data. Its keys `prompt` and `answer` are the columns that the config
+names; `rendered_prompt` is the text that the model read. A config names a user's own reward
+function as `file.py:function`.
 """
 
 import re

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxrl.core import plugins
 from jaxrl.environments.isolation.calls import call_each
+from jaxrl.environments.isolation.places import describe
 from jaxrl.environments.rewards import builtin
 
 RewardFn = Callable[..., Any]  # `def` or `async def`
@@ -95,8 +97,10 @@ def score(
             if isinstance(value, float):
                 values[i] = value
             else:
-                text = completions[i][:80]
-                failure = failure or f"reward {term.name} failed on completion {text!r}: {value!r}"
+                failure = failure or (
+                    f"reward {term.name} failed on completion {completions[i][:80]!r}: "
+                    f"{describe(value, function=term.function)}"
+                )
         scores = with_component(
             scores, term.name, values=values, weight=term.weight, failure=failure
         )
@@ -137,7 +141,7 @@ def _apply(
     own = [copy.deepcopy(dict(example)) for example in examples]
     if not is_batched(term.function):
         pairs = list(zip(completions, own, strict=True))
-        return call_each(term.function, pairs, timeout=term.timeout, convert=float)
+        return call_each(term.function, pairs, timeout=term.timeout, convert=_number)
     count = len(completions)
     convert = functools.partial(_each, count=count)
     whole = [(list(completions), own)]
@@ -151,11 +155,22 @@ def _each(returned: Any, *, count: int) -> list[float | BaseException]:
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else len(values)
         raise ValueError(f"{many} rewards for {count} completions")
-    return [_number(value) for value in values]
+    return [_number_or_error(value) for value in values]
 
 
-def _number(value: Any) -> float | BaseException:
+def _number_or_error(value: Any) -> float | BaseException:
     try:
-        return float(value)
+        return _number(value)
     except Exception as error:
         return error
+
+
+def _number(value: Any) -> float:
+    """Raises ValueError for what is not finite, whatever the conversion raises for no number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it returned {value!r:.80}; return a number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; return a finite number")
+    return number

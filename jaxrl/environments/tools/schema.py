@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 import pydantic
 
 from jaxrl.core import plugins
+from jaxrl.environments.isolation.places import describe, raised_at
 from jaxrl.environments.isolation.sandbox import SandboxError
 from jaxrl.environments.tools import builtin
 from jaxrl.environments.tools.formats import ToolCall
 from jaxrl.environments.tools.search import make_search
 
+_told = set[str]()
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -109,8 +112,17 @@ async def run_tool_call(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult
     except ToolError as error:
         return ToolResult(f"Error: {error}", True)
     except Exception as error:
+        _tell(call.name, error)
         return ToolResult(f"Error: {type(error).__name__}: {error}", True)
     return ToolResult(result if isinstance(result, str) else _as_text(result), False)
+
+
+def _tell(name: str, error: Exception) -> None:
+    """Shows the first exception of each of the user's tools: the model alone reads the others."""
+    if raised_at(error) and name not in _told:
+        _told.add(name)
+        what = describe(error, function=_tell)
+        print(f"jaxrl: the tool {name} failed: {what}", file=sys.stderr, flush=True)
 
 
 def _as_text(result: Any) -> str:

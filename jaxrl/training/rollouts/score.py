@@ -41,7 +41,7 @@ def score_rollouts(
     known = [i for i, r in enumerate(rollouts) if r.episode is None or not r.episode.failed]
     decode = task.tokenizer.decode
     texts = [decode(last_turn(rollouts[i]), skip_special_tokens=True) for i in known]
-    records = [examples[rollouts[i].group].record for i in known]
+    records = [examples[rollouts[i].group] for i in known]
     scored = score(task.rewards, texts, records)
     further: dict[str, np.ndarray] = {}
     if source.reward_model is not None:

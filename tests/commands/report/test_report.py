@@ -89,7 +89,8 @@ def test_discarded_steps_are_kept(gone_back):
 
 
 def test_page_holds_only_what_it_draws(tmp_path):
-    parts = {"reward/exact": 0.5, "reward/kl": -0.1, "reward/std": 0.5, "reward/failed": 0.0}
+    parts = {"reward/exact": 0.5, "reward/kl": -0.1, "reward/std": 0.5}
+    parts |= {"reward/failed": 0.0, "reward/exact/failed": 1.0}
     other = {"mismatch/chi2": 0.1, "mismatch/token_mult_error": 1.1, "ratio/mean": 1.0}
     entries = [entry(s, slope=0.1) | parts | other | {"time/step": 1.0} for s in range(1, 4)]
     write(tmp_path / "metrics.jsonl", entries)
@@ -97,8 +98,9 @@ def test_page_holds_only_what_it_draws(tmp_path):
     assert {"reward", "reward/exact", "reward/kl", "reward/p10", "time/score"} <= set(
         found["series"]
     )
-    assert not {"reward/std", "reward/failed", "ratio/mean", "time/step"} & set(found["series"])
+    assert not {"reward/std", "reward/exact/failed", "ratio/mean", "time/step"} & {*found["series"]}
     charts = {chart["title"]: chart["metrics"] for chart in charts_of(found["series"])}
+    assert charts["Failed rewards"] == {"reward/failed": "failed"}
     assert charts["Reward, parts"] == {"reward/exact": "exact", "reward/kl": "kl"}
     assert set(charts["Mismatch at every step"]) == {"mismatch/chi2", "mismatch/token_mult_error"}
     assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
