@@ -84,7 +84,7 @@ def _try_environment(
 
 def _line(name: str, texts: Sequence[str], values: Sequence[float], *, failure: str | None) -> str:
     calls = [
-        f"{name}({_quoted(text)}) {'failed' if np.isnan(value) else f'= {value:.6g}'}"
+        f"{name}({_quoted(text)}) {'failed' if np.isnan(value) else f'= {round(value, 6) + 0.0}'}"
         for text, value in zip(texts, values, strict=True)
     ]
     return "; ".join(filter(None, [f"first row: {', '.join(calls)}", failure]))

@@ -184,7 +184,7 @@ def test_run_leaves_samples_trace_and_versions(finished):
 def test_failed_rewards_are_masked_and_reported(material, tmp_path, capsys):
     only = tmp_path / "five.jsonl"
     rows = [q for q in QUESTIONS if q["answer"].endswith("#### 5")]
-    rows += [QUESTIONS[0], QUESTIONS[1]]
+    rows = [QUESTIONS[0], QUESTIONS[1], *rows]
     only.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data.path": str(only), "train.train_batch": "4", "train.steps": "1"}
     changes["data.eval_path"] = str(only)

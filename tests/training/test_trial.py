@@ -104,9 +104,9 @@ def test_values_of_the_first_row_are_shown(material, tmp_path, capsys):
         pass
     told = capsys.readouterr().err
     for name in ("score", "later", "whole"):
-        assert f'first row: {name}("42") = 1, {name}("") = 0\n' in told
-    assert 'first row: words("42") = 1, words("") failed; reward words failed on ' in told
+        assert f'first row: {name}("42") = 1.0, {name}("") = 0.0\n' in told
+    assert 'first row: words("42") = 1.0, words("") failed; reward words failed on ' in told
     assert "in words: ZeroDivisionError: " in told
-    assert 'first row: same("42") = 1, same("") = 1\n' in told
+    assert 'first row: same("42") = 1.0, same("") = 1.0\n' in told
     assert 'first row: solved("42") failed, solved("") failed; ' in told  # of weight 0
-    assert 'first row: environment("42") = 11, environment("") = 10\n' in told
+    assert 'first row: environment("42") = 11.0, environment("") = 10.0\n' in told

@@ -86,7 +86,6 @@ def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float])
         raise RuntimeError(
             f"the rewards of all {len(rollouts)} rollouts failed; the first failure is logged above"
         )
-    failed = _failed_parts(rollouts)
     numbers = {
         "reward": float(np.nanmean(rewards)),
         "reward/std": float(np.nanstd(rewards)),
@@ -95,11 +94,12 @@ def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float])
         "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
     }
     if len(weights) > 1 or 0.0 in weights.values():
-        totals = np.nansum([r.components for r in rollouts], axis=0)
-        for name, total, count in zip(weights, totals, failed, strict=True):
-            known = len(rollouts) - count
-            numbers[f"reward/{name}"] = float(total / known) if known else math.nan
-            numbers[f"reward/{name}/failed"] = float(count)
+        components = np.array([r.components for r in rollouts])
+        totals, known = np.nansum(components, axis=0), (~np.isnan(components)).sum(axis=0)
+        for name, total, count in zip(weights, totals, known, strict=True):
+            numbers[f"reward/{name}"] = float(total / count) if count else math.nan
+        failed = _failed_parts(rollouts, weights)
+        numbers |= {f"reward/{name}/failed": float(count) for name, count in failed.items()}
     return numbers | episode_metrics(rollouts)
 
 
@@ -109,13 +109,17 @@ def failure_note(
     """Counts the failures of each part of the reward in one line, and quotes the first; None if
     there are none."""
     counts = [
-        f"reward {name}{' (weight 0)' * (weight == 0)}: {failed} of {len(rollouts)} failed"
-        for (name, weight), failed in zip(weights.items(), _failed_parts(rollouts), strict=True)
+        f"reward {name}{' (weight 0)' * (weights[name] == 0)}: {failed} of {len(rollouts)} failed"
+        for name, failed in _failed_parts(rollouts, weights).items()
         if failed
     ]
     return ", ".join([*counts, f"first: {first}"] if first else counts) if counts else None
 
 
-def _failed_parts(rollouts: Sequence[Rollout]) -> list[int]:
-    """Counts for each part of the reward the rollouts on which it failed."""
-    return np.isnan([r.components for r in rollouts]).sum(axis=0).tolist()
+def _failed_parts(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> dict[str, int]:
+    """Counts for each part of the reward the rollouts on which it failed. An episode whose
+    environment failed is a failure of the environment alone."""
+    broken = np.array([r.episode is not None and r.episode.failed for r in rollouts])
+    missing = np.isnan([r.components for r in rollouts]) & ~broken[:, None]
+    failed = dict(zip(weights, missing.sum(axis=0).tolist(), strict=True))
+    return failed | ({ENVIRONMENT: int(broken.sum())} if ENVIRONMENT in weights else {})
