@@ -56,28 +56,29 @@ class Result(NamedTuple):
     held_out: int = 0  # held-out completions of an evaluation
 
 
-def train(config: Config) -> Result:
+def train(config: Config, *, fork: str | None = None) -> Result:
     """Trains for `config.train.steps` steps, or until a signal or an alarm ends the run.
 
     A run that was stopped or killed resumes from its last checkpoint when it is called again with
-    the same config, and computes the same parameters bit for bit.
+    the same config, and computes the same parameters bit for bit. A new run starts from the
+    checkpoint `fork` of another, written RUN or RUN@STEP.
 
     Raises:
       ResumeError, CheckpointError, ValueError: as `run.open_run` and `run_directory.lock`.
     """
     with Interrupt() as interrupt, lock(Path(config.run_dir), Hosts()):
         while True:
-            result = _train(config, interrupt)
+            result = _train(config, interrupt, fork=fork)
             rollback = result.verdict is not None and result.verdict.action == "rollback"
             # After a signal nothing new begins: the next start carries the rollback out.
             if not rollback or result.signum is not None:
                 return result
 
 
-def _train(config: Config, interrupt: Interrupt) -> Result:
+def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
     """Trains to the end or to the first rollback, which takes effect when the run is reopened."""
     with (
-        open_run(config) as (run, state, progress),
+        open_run(config, fork=fork) as (run, state, progress),
         run.hosts.reporting(),
         compile_ahead(run.config, run.learning, state, step=progress.step) as wait_for_compiler,
         open_collector(

@@ -66,7 +66,7 @@ def open_learning(
     pure, learning_rate = build_learner(config, model, objective=recipe.objective, layout=layout)
     shardings = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     reference = None
-    if Need.REFERENCE in recipe.objective.needs or config.reward.kl:
+    if needs_reference(config, recipe):
         trained = lora.trainable(params)
         reference = jit(cast, static_argnums=1)(trained, config.precision.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
@@ -100,6 +100,11 @@ def open_learning(
         reference=reference,
     )
     return learning, state
+
+
+def needs_reference(config: Config, recipe: Recipe) -> bool:
+    """Tells if the loss or the reward compares with the initial model."""
+    return Need.REFERENCE in recipe.objective.needs or config.reward.kl > 0
 
 
 def step_shape(config: Config, align: Alignment, *, layout: Layout) -> MinibatchShape:

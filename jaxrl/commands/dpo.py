@@ -5,6 +5,7 @@ same command to resume an interrupted run.
   jaxrl dpo --model.path DIR --data.path pairs.jsonl --loss ipo --run_dir runs/dpo"""
 
 import argparse
+import functools
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
@@ -14,13 +15,15 @@ from jaxrl.config.preference import DPOConfig
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("dpo", DPOConfig, description=__doc__)
+    return options.trainer("dpo", DPOConfig, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = find_inputs(options.parse_arguments(parser(), DPOConfig, argv).config)
+    config, given = options.parse_arguments(parser(), DPOConfig, argv)
+    config = find_inputs(config)
 
     from jaxrl.training.supervised.dpo import train_dpo  # takes seconds, so after --help
 
-    return outcome.run(config, train_dpo, outcome.held_out_accuracy)
+    train = functools.partial(train_dpo, fork=given.fork)
+    return outcome.run(config, train, outcome.held_out_accuracy)

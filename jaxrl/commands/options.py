@@ -33,6 +33,19 @@ def parser_with_file(
     return made
 
 
+def trainer(
+    name: str, schema: type[Section], *, description: str | None
+) -> argparse.ArgumentParser:
+    """Builds the parser of a command that trains, as `parser_with_file`."""
+    made = parser_with_file(name, schema, description=description)
+    made.add_argument(
+        "--fork",
+        metavar="RUN[@STEP]",
+        help="start a new run from a checkpoint of the run directory RUN, by default the newest",
+    )
+    return made
+
+
 def parser(
     command: str, schema: type[Section], *, description: str | None, usage: str
 ) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ gets the higher score. The result is a Hugging Face model with one label, for
   jaxrl reward-model --model.path DIR --data.path pairs.jsonl --run_dir runs/reward_model"""
 
 import argparse
+import functools
 from collections.abc import Sequence
 
 from jaxrl.commands import options, outcome
@@ -14,14 +15,16 @@ from jaxrl.config.preference import RewardModelConfig
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("reward-model", RewardModelConfig, description=__doc__)
+    return options.trainer("reward-model", RewardModelConfig, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    config = find_inputs(options.parse_arguments(parser(), RewardModelConfig, argv).config)
+    config, given = options.parse_arguments(parser(), RewardModelConfig, argv)
+    config = find_inputs(config)
 
     # Takes seconds, so after --help.
     from jaxrl.training.supervised.reward_model import train_reward_model
 
-    return outcome.run(config, train_reward_model, outcome.held_out_accuracy)
+    train = functools.partial(train_reward_model, fork=given.fork)
+    return outcome.run(config, train, outcome.held_out_accuracy)

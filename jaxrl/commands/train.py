@@ -20,18 +20,23 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    return options.parser_with_file("train", Config, description=__doc__)
+    return options.trainer("train", Config, description=__doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
-    config = find_inputs(options.parse_arguments(parser(), Config, argv).config)
+    config, given = options.parse_arguments(parser(), Config, argv)
+    config = find_inputs(config)
 
     from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
     from jaxrl.train import train
 
     divide_cpu(config.mesh, config.sampler)
-    return outcome.run(config, train, functools.partial(_conclude, run_dir=config.run_dir))
+    return outcome.run(
+        config,
+        functools.partial(train, fork=given.fork),
+        functools.partial(_conclude, run_dir=config.run_dir),
+    )
 
 
 def _conclude(result: "Result", *, run_dir: str) -> tuple[str, int]:

@@ -46,6 +46,7 @@ class SupervisedConfig(RunConfig):
     mesh: MeshConfig = MeshConfig()
     hosts: HostsConfig = HostsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=200)
+    data: TextsConfig
 
     @property
     def row_length(self) -> int:

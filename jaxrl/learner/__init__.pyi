@@ -9,6 +9,7 @@ from .actor_critic import (
 from .checkpoints import (
     CheckpointError as CheckpointError,
     Checkpoints as Checkpoints,
+    MisfitError as MisfitError,
     Restored as Restored,
 )
 from .critic import CriticLearner as CriticLearner, make_critic as make_critic

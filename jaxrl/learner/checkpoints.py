@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, found or read; the message names its path."""
 
 
+class MisfitError(CheckpointError):
+    """A checkpoint whose arrays have other names, shapes or dtypes than requested."""
+
+
 class Restored(NamedTuple, Generic[State]):
     """A checkpoint read by `Checkpoints.restore`."""
 
@@ -179,8 +183,9 @@ class Checkpoints:
           critic: a tree like the critic's state, to restore it as well.
 
         Raises:
-          CheckpointError: if the step does not exist, cannot be read or is damaged, or if an array
-            has another shape or dtype than requested; the message names the first one.
+          CheckpointError: if the step does not exist, cannot be read or is damaged.
+          MisfitError: if an array has another shape or dtype than requested; the message names the
+            first one.
         """
         self.wait()
         path = self.directory / str(step)
@@ -299,7 +304,7 @@ def _check_same(wanted: dict[str, str], saved: dict[str, str], *, path: Path) ->
     for name in (*wanted, *saved):
         there, here = saved.get(name, "missing"), wanted.get(name, "missing")
         if there != here:
-            raise CheckpointError(
+            raise MisfitError(
                 f"checkpoint {path} was written by another model, optimizer or precision: {name} "
                 f"is {there} in the checkpoint and {here} in this run"
             )

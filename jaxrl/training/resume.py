@@ -1,5 +1,7 @@
 """Saves and restores the learner's state and the progress of a run."""
 
+import functools
+
 from jaxrl.core import Precision
 from jaxrl.learner import (
     CheckpointError,
@@ -9,16 +11,29 @@ from jaxrl.learner import (
     from_checkpoint,
     with_new_loss_scale,
 )
+from jaxrl.training.fork import Fork
 from jaxrl.training.progress import Progress
 
 
 def restore(
-    checkpoints: Checkpoints, state: State, *, precision: Precision
+    checkpoints: Checkpoints,
+    state: State,
+    *,
+    precision: Precision,
+    batch: int,
+    fork: Fork | None = None,
 ) -> tuple[State, Progress]:
-    """Reads the last checkpoint; without one, returns `state` and no progress."""
+    """Reads the last checkpoint; without one, returns `state` and no progress.
+
+    Of a run that begins as a fork, it reads the checkpoint of the other run, and saves it here.
+    A step trains on `batch` prompts.
+    """
     progress = Progress()
+    read = None if fork is None else fork.read
     if (step := checkpoints.latest_step()) is not None:
-        found = checkpoints.restore(step, checkpoint_view(state.policy), critic=state.critic)
+        read = functools.partial(checkpoints.restore, step)
+    if read is not None:
+        found = read(checkpoint_view(state.policy), critic=state.critic)
         state = State(from_checkpoint(found.state, like=state.policy), found.critic)
         try:
             progress = Progress.from_json(found.host)
@@ -27,8 +42,13 @@ def restore(
                 f"checkpoint {checkpoints.directory}/{step}: its host/metadata does not hold the "
                 f"position of a run: {error!r}"
             ) from error
+        if fork is not None:
+            fork.adapt(progress, batch=batch)
         state = adapt_precision(state, progress, precision=precision)
     progress.precision = str(precision)
+    if fork is not None:
+        save(checkpoints, state, progress=progress)
+        checkpoints.wait()
     return state, progress
 
 

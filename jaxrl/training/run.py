@@ -28,6 +28,8 @@ from jaxrl.tracking.samples import Samples
 from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
+from jaxrl.training.fork import Fork, find_fork
+from jaxrl.training.inputs import compare_inputs, run_inputs, write_inputs
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
@@ -51,23 +53,29 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
-    """Builds a run, resuming the one in its directory.
+def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, State, Progress]]:
+    """Builds a run, resuming the one in its directory. Without one, starts from the checkpoint
+    `fork`, written RUN or RUN@STEP.
 
     Yields:
       (the parts, the learner's state, the progress).
 
     Raises:
-      ResumeError: if the directory holds a run with another config.
+      ResumeError: if the directory holds a run with another config or other inputs, or for a fork
+        that cannot be read.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
     repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
+    start = hosts.on_leader(lambda: find_fork(fork, config))
     recipe, apart, models = make_recipe(config), config.sampler.devices, find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
     task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
+    inputs = hosts.on_leader(
+        lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
+    )
     episode_runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
     )
@@ -81,14 +89,18 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
     elif models.judge is not None:
         reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
     hosts.on_leader(lambda: check_config(directory, config))
+    hosts.on_leader(lambda: write_inputs(directory, inputs))
     checkpoints = Checkpoints(
         directory / "checkpoints",
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
-    state, progress = restore(checkpoints, state, precision=config.precision)
+    start = None if start is None else start._replace(here=inputs)
+    state, progress = restore(
+        checkpoints, state, precision=config.precision, batch=config.train.train_batch, fork=start
+    )
     with (
-        _open_tracker(config, progress, hosts=hosts, layout=layout) as tracker,
+        _open_tracker(config, progress, hosts=hosts, layout=layout, fork=start) as tracker,
         open_sampler(
             config.sampler,
             WeightRoute(
@@ -126,7 +138,9 @@ def open_run(config: Config) -> Iterator[tuple[Run, State, Progress]]:
             tracker=tracker,
         )
         attention = learning.check_attention(config)
-        missing = gap(tracker.history, step=progress.step) if hosts.leads else None
+        missing = None if start is None else start.note
+        if hosts.leads and start is None:
+            missing = gap(tracker.history, step=progress.step)
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
         warnings = (*repaired, missing, *tried, *notes, change)
         for line in filter(None, (*warnings, attention, learning.rows_note)):
@@ -159,13 +173,14 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
 
 
 def _open_tracker(
-    config: Config, progress: Progress, *, hosts: Hosts, layout: Layout
+    config: Config, progress: Progress, *, hosts: Hosts, layout: Layout, fork: Fork | None
 ) -> AbstractContextManager[Tracker | NullTracker]:
     return open_run_tracker(
         config,
         step=progress.step,
         hosts=hosts,
         layout=layout,
+        origin=None if fork is None else fork.origin,
         services=lambda note: open_services(
             config.tracking, Path(config.run_dir), resolved=flatten(config), note=note
         ),

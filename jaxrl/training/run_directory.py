@@ -42,7 +42,7 @@ _FREE = (
     "train.profile_steps",
 )
 # These change only the order in which numbers are added.
-_ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
+ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
 _TOKEN = "seen_by_all_"  # prefix of a temporary file
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -139,28 +139,40 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
       ResumeError: if the directory holds a run with another config (the message names the keys), or
         checkpoints whose config cannot be read.
     """
-    saved = directory / "checkpoints"
-    if not saved.exists() or not any(saved.iterdir()):
+    if not holds_checkpoints(directory):
         return None  # there is nothing to resume
-    there = toml_file.flatten(_read_config(directory / "config.toml", type(config)))
-    here = toml_file.flatten(config)
-    free = _FREE if config.optimizer.schedule != "constant" else (*_FREE, "train.steps")
-    changed = {
-        key: f"{key} = {there.get(key)!r} there and {here.get(key)!r} here"
-        for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key) and not key.startswith(free)
-    }
-    if others := [text for key, text in changed.items() if not key.startswith(_ORDER)]:
+    changed = changed_keys(read_config(directory / "config.toml", type(config)), config)
+    if others := [text for key, text in changed.items() if not key.startswith(ORDER)]:
         raise ResumeError(
             f"{directory} holds a run with another config: {'; '.join(others)}. Choose another "
-            "run_dir, or delete this one to start over"
+            f"run_dir, with --fork {directory} to go on from its last checkpoint under these keys, "
+            "or delete this one to start over"
         )
     if changed:
         return f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
     return None
 
 
-def _read_config(path: Path, schema: type[C]) -> C:
+def holds_checkpoints(directory: Path) -> bool:
+    """Tells if a run directory has something to resume."""
+    saved = directory / "checkpoints"
+    return saved.exists() and any(path.name.isdigit() for path in saved.iterdir())
+
+
+def changed_keys(there: C, here: C) -> dict[str, str]:
+    """Returns the keys in which two configs differ and that a resume may not change, each with both
+    values in words."""
+    free = _FREE if here.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+    old, new = toml_file.flatten(there), toml_file.flatten(here)
+    return {
+        key: f"{key} = {old.get(key)!r} there and {new.get(key)!r} here"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(free)
+    }
+
+
+def read_config(path: Path, schema: type[C]) -> C:
+    """Reads the config.toml of a run; raises ResumeError if it is missing or of another kind."""
     advice = (
         "It is the config that the checkpoints belong to: put it back, or choose another run_dir"
     )
@@ -174,19 +186,28 @@ def _read_config(path: Path, schema: type[C]) -> C:
 
 
 def open_run_tracker(
-    config: Config | SupervisedConfig, *, step: int, hosts: Hosts, layout: Layout, **options: Any
+    config: Config | SupervisedConfig,
+    *,
+    step: int,
+    hosts: Hosts,
+    layout: Layout,
+    origin: str | None = None,
+    **options: Any,
 ) -> AbstractContextManager[Tracker | NullTracker]:
     """Records the start of a run after `step` steps and opens its tracker, on process 0; opens a
     NullTracker on the others. `options` are further ones of `open_tracker`."""
     if not hosts.leads:
         return nullcontext(NullTracker())
     directory = Path(config.run_dir)
-    record_start(directory, step=step, devices=list(layout.mesh.devices.flat))
+    record_start(directory, step=step, devices=list(layout.mesh.devices.flat), origin=origin)
     return open_tracker(directory, start_step=step, total_steps=config.train.steps, **options)
 
 
-def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
-    """Appends the time, devices and versions of a start after `step` steps to starts.jsonl."""
+def record_start(
+    directory: Path, *, step: int, devices: Sequence[Any], origin: str | None = None
+) -> None:
+    """Appends the time, devices and versions of a start after `step` steps to starts.jsonl, and the
+    checkpoint RUN@STEP that it forked, if any."""
     path = directory / "starts.jsonl"
     entry = {
         "time": round(time.time(), 3),
@@ -196,7 +217,7 @@ def record_start(directory: Path, *, step: int, devices: Sequence[Any]) -> None:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
-    }
+    } | ({} if origin is None else {"forked_from": origin})
     write_lines(path, [*read_metrics(path), entry])  # an appended line would join an incomplete one
 
 

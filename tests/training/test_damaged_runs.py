@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REFUSED = {
     "config.toml": ("deleted", "emptied", "truncated", "directory", "fifo", "dangling"),
     "rollbacks.json": ("deleted", "emptied", "truncated", "directory", "fifo"),
+    "inputs.json": ("emptied", "truncated", "directory", "fifo", "dangling"),
     "metrics.jsonl": ("directory", "fifo", "dangling"),
     "samples.jsonl": ("fifo",),
     "starts.jsonl": ("fifo",),
@@ -29,6 +30,7 @@ REFUSED = {
 }
 SAME = {
     "config.toml": ("link",),
+    "inputs.json": ("deleted", "link"),
     "checkpoints": ("deleted", "link"),
     "checkpoints/3": ("deleted",),
     "checkpoints/2": ("deleted",),

@@ -180,7 +180,7 @@ def test_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
     real = fit.next_batch
 
     def interrupted(*args, **kwargs):
-        if kwargs["step"] == 2:
+        if kwargs["position"] == 16:
             signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 

@@ -20,9 +20,9 @@ from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
-def train_dpo(config: DPOConfig) -> FitResult:
+def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     """Trains a policy on pairs; raises as `fit`, and ValueError for a bad loss, data or model."""
-    check_resumable(config)
+    start = check_resumable(config, fork=fork)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     checkpoint = Checkpoint(config.model.path)
     data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
@@ -53,6 +53,7 @@ def train_dpo(config: DPOConfig) -> FitResult:
         setup=setup,
         measure=lambda params, batch: compare(score(params, batch), prepare(params, batch)),
         title="dpo",
+        fork=start,
         learner=learner,
         prepare=prepare,
     )

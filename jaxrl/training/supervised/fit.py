@@ -6,7 +6,7 @@ All processes of a run call the same functions, but only process 0 reads the dat
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import numpy as np
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
+from jaxrl.config.data import HeldOutConfig
+from jaxrl.config.preference import DPOConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, jit, to_floats
 from jaxrl.data import (
@@ -40,6 +42,17 @@ from jaxrl.models import Params
 from jaxrl.sharding import fetch
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.export import write_model
+from jaxrl.training.fork import Fork, find_fork
+from jaxrl.training.inputs import (
+    HELD_OUT,
+    TRAINING,
+    Input,
+    compare_inputs,
+    held_out_input,
+    model_inputs,
+    rows_input,
+    write_inputs,
+)
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.run_directory import check_config, compare_config, lock, open_run_tracker
 from jaxrl.training.timing import Numbers, is_due
@@ -64,6 +77,8 @@ class Task:
     measure: Callable[[Params], Numbers] = lambda params: {}
     eval_every: int = 0  # steps between two measurements, as `eval.every`
     notes: Sequence[str] = ()  # lines shown at the start
+    held_out: Sequence[Any] = ()  # the held-out data of `measure`
+    fork: Fork | None = None  # the checkpoint of another run that it starts from
 
 
 @dataclasses.dataclass
@@ -71,6 +86,7 @@ class FitResult:
     """The outcome of a supervised run."""
 
     step: int = 0  # optimizer steps taken
+    position: int = 0  # rows taken from the data so far
     # Held-out measurements before the first step.
     first: Numbers = dataclasses.field(default_factory=dict)
     # Metrics of the last logged step, and the last held-out measurements.
@@ -79,9 +95,12 @@ class FitResult:
     model: Path | None = None  # directory of the trained model; None if the run ended early
 
 
-def check_resumable(config: SupervisedConfig) -> None:
-    """Raises ResumeError on every process if the run directory holds a run with another config."""
-    Hosts().on_leader(lambda: compare_config(Path(config.run_dir), config))
+def check_resumable(config: SupervisedConfig, *, fork: str | None) -> Fork | None:
+    """Raises ResumeError on every process if the run directory holds a run with another config;
+    returns and raises as `find_fork`."""
+    hosts = Hosts()
+    hosts.on_leader(lambda: compare_config(Path(config.run_dir), config))
+    return hosts.on_leader(lambda: find_fork(fork, config))
 
 
 def fit(config: SupervisedConfig, task: Task) -> FitResult:
@@ -91,14 +110,19 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
     the same config, and computes the same parameters bit for bit.
 
     Raises:
-      ResumeError: if the run directory holds another config, or another program trains in it.
+      ResumeError: if the run directory holds another config or other inputs, or another program
+        trains in it.
       CheckpointError: if a checkpoint cannot be written or read.
       ValueError: if the kernel of `train.attention` cannot be used; the message gives the reason.
     """
     directory, setup, hosts = Path(config.run_dir), task.setup, task.setup.hosts
     with lock(directory, hosts), hosts.reporting():
         attention = attention_note(config, setup.model, layout=setup.layout)
+        inputs = hosts.on_leader(lambda: compare_inputs(directory, _inputs(config, task)))
         change = hosts.on_leader(lambda: check_config(directory, config))
+        hosts.on_leader(lambda: write_inputs(directory, inputs))
+        if task.fork is not None:
+            task = dataclasses.replace(task, fork=task.fork._replace(here=inputs))
         repaired = hosts.on_leader(lambda: incomplete_logs(directory))
         kept = config.checkpoint
         checkpoints = Checkpoints(
@@ -119,18 +143,64 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
         return result
 
 
+def _inputs(config: SupervisedConfig, task: Task) -> Iterator[Input]:
+    """Yields what the run reads at each start."""
+    yield rows_input(TRAINING, f"data.path = {config.data.path!r}", task.rows)
+    if isinstance(config.data, HeldOutConfig) and config.data.eval_path is not None:
+        yield held_out_input(config.data, task.held_out)
+    reference = isinstance(config, DPOConfig)
+    yield from model_inputs(config, task.setup.checkpoint, reference=reference)
+
+
+def restore(
+    config: SupervisedConfig, task: Task, state: LearnerState, *, checkpoints: Checkpoints
+) -> tuple[LearnerState, FitResult]:
+    """Reads the last checkpoint; without one, returns `state` and no result. Of a run that begins
+    as a fork, it reads the checkpoint of the other run, and saves it here."""
+    fork, like = task.fork, checkpoint_view(state)
+    if (step := checkpoints.latest_step()) is not None:
+        found = checkpoints.restore(step, like)
+    elif fork is not None:
+        found, step = fork.read(like), fork.step
+    else:
+        return state, FitResult()
+    state = from_checkpoint(found.state, like=state)
+    result = FitResult(step, step * config.train.batch_size)
+    result = dataclasses.replace(result, **found.host)  # those of older versions lack the position
+    if fork is not None:
+        if fork.has_other(TRAINING):
+            result.position = 0
+        if fork.has_other(HELD_OUT):
+            result.first = {}
+        _save(checkpoints, state, result)
+        checkpoints.wait()
+    return state, result
+
+
+def _save(
+    checkpoints: Checkpoints, state: LearnerState, result: FitResult, *, metric: float | None = None
+) -> None:
+    host = {"first": result.first, "last": result.last, "position": result.position}
+    checkpoints.save(result.step, checkpoint_view(state), host=host, metric=metric)
+
+
 def _train(
     config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str | None]
 ) -> tuple[FitResult, Params]:
-    (state, update), result, hosts = compile_step(config, task), FitResult(), task.setup.hosts
-    if (step := checkpoints.latest_step()) is not None:
-        found = checkpoints.restore(step, checkpoint_view(state))
-        state, result = from_checkpoint(found.state, like=state), FitResult(step, **found.host)
+    (state, update), hosts, fork = compile_step(config, task), task.setup.hosts, task.fork
+    state, result = restore(config, task, state, checkpoints=checkpoints)
     opened = open_run_tracker(
-        config, step=result.step, hosts=hosts, layout=task.setup.layout, title=task.title
+        config,
+        step=result.step,
+        hosts=hosts,
+        layout=task.setup.layout,
+        title=task.title,
+        origin=None if fork is None else fork.origin,
     )
     with Interrupt() as interrupt, opened as tracker:
-        missing = gap(tracker.history, step=result.step, every=_LOG_EVERY) if hosts.leads else None
+        missing = None if fork is None else fork.note
+        if hosts.leads and fork is None:
+            missing = gap(tracker.history, step=result.step, every=_LOG_EVERY)
         for note in filter(None, (*notes, missing)):
             tracker.note(note)
         log = _Log(task, tracker, result=result)
@@ -138,9 +208,10 @@ def _train(
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
         while not stopping:
-            minibatch = next_batch(config, task, step=result.step)
+            minibatch = next_batch(config, task, position=result.position)
             state, metrics = update(state, task.prepare(state.params, minibatch))
             result.step += 1
+            result.position += config.train.batch_size
             last = result.step == config.train.steps
             signum = hosts.largest(interrupt.signum or 0)
             stopping = last or signum > 0
@@ -151,20 +222,18 @@ def _train(
             if last or is_due(task.eval_every, result.step):
                 measured = log.held_out(state)
             if stopping or is_due(config.checkpoint.every, result.step):
-                host = {"first": result.first, "last": result.last}
-                metric = measured.get("accuracy")
-                checkpoints.save(result.step, checkpoint_view(state), host=host, metric=metric)
+                _save(checkpoints, state, result, metric=measured.get("accuracy"))
             if stopping and not last:
                 result.signum = signum
     return result, state.params
 
 
-def next_batch(config: SupervisedConfig, task: Task, *, step: int) -> Minibatch:
-    """Returns the minibatch of an optimizer step, a function of the step and the data alone."""
+def next_batch(config: SupervisedConfig, task: Task, *, position: int) -> Minibatch:
+    """Returns the minibatch that begins at a position of the data."""
 
     def choose() -> list[Any]:
         count = config.train.batch_size
-        indices = next_indices(len(task.rows), position=step * count, count=count, seed=config.seed)
+        indices = next_indices(len(task.rows), position=position, count=count, seed=config.seed)
         return [task.rows[int(i)] for i in indices]
 
     return task.pack(task.setup.hosts.on_leader(choose))

@@ -85,6 +85,7 @@ def fit_pairs(
         rows=data.training.pairs,
         pack=pack,
         measure=measured,
+        held_out=held_out,
         eval_every=config.eval.every,
         notes=[
             *_look(data.training.pairs, setup.checkpoint.tokenizer),

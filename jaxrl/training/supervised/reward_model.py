@@ -11,12 +11,12 @@ from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
-def train_reward_model(config: RewardModelConfig) -> FitResult:
+def train_reward_model(config: RewardModelConfig, *, fork: str | None = None) -> FitResult:
     """Trains a reward model on pairs; raises as `fit`, and ValueError for bad data or model.
 
     It starts from a reward model, or from a language model, which scores every text 0.
     """
-    check_resumable(config)
+    start = check_resumable(config, fork=fork)
     checkpoint = Checkpoint(config.model.path)
     data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
     setup, center_rewards = set_up(config, checkpoint), config.loss.center_rewards
@@ -33,6 +33,7 @@ def train_reward_model(config: RewardModelConfig) -> FitResult:
         setup=setup,
         measure=measure,
         title="reward model",
+        fork=start,
         learner=make_ranker(
             setup.model,
             center_rewards=center_rewards,

@@ -44,9 +44,9 @@ class Texts(NamedTuple):
     too_long: int  # number of texts that were dropped
 
 
-def finetune(config: SFTConfig) -> FitResult:
+def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
     """Trains a model on texts; raises as `fit`, and ValueError for bad data or model."""
-    check_resumable(config)
+    start = check_resumable(config, fork=fork)
     checkpoint = Checkpoint(config.model.path)
     texts = Texts([], 0)
     if Hosts().leads:
@@ -69,6 +69,7 @@ def finetune(config: SFTConfig) -> FitResult:
         ),
         rows=texts.sequences,
         pack=pack,
+        fork=start,
         notes=[
             *_look(texts.sequences, checkpoint.tokenizer),
             *end_notes(setup, _rendering(config.data)),

@@ -60,7 +60,9 @@ function machine(run) {
   if (!start) return [];
   const versions = Object.entries(start.versions).map(([name, v]) => `${name} ${v}`).join(", ");
   const times = run.starts.length > 1 ? `; started ${run.starts.length} times` : "";
-  return [element("p", { className: "quiet" }, [`${RUNS.length > 1 ? `${run.name}: ` : ""}${run.path}; ${start.devices}; ${start.system}, ${start.processors} processors, Python ${start.python}; ${versions}${times}`])];
+  const fork = run.starts.map((one) => one.forked_from).find(Boolean);
+  const origin = fork ? `; forked from ${fork}` : "";
+  return [element("p", { className: "quiet" }, [`${RUNS.length > 1 ? `${run.name}: ` : ""}${run.path}; ${start.devices}; ${start.system}, ${start.processors} processors, Python ${start.python}; ${versions}${times}${origin}`])];
 }
 
 // Links to the Prometheus metrics of vLLM servers.
