@@ -172,7 +172,7 @@ def compare_inputs(directory: Path, inputs: Iterable[Input]) -> Inputs:
       ResumeError: if an input under the same key has changed; the message names all that have.
     """
     known = read_inputs(directory)
-    found = {one.name: _read(one, known.get(one.name)) for one in inputs}
+    found = {one.name: read_input(one, known.get(one.name)) for one in inputs}
     if holds_checkpoints(directory) and (changed := differences(known, found)):
         raise ResumeError(
             f"{directory} holds a run with other inputs, by its {_FILE}. Changed since its last "
@@ -181,6 +181,18 @@ def compare_inputs(directory: Path, inputs: Iterable[Input]) -> Inputs:
             f"--fork {directory} to go on from its last checkpoint with what is here now"
         )
     return found
+
+
+def read_input(one: Input, old: Known | None = None) -> Known:
+    """Digests the files of an input, except those that are as at the last start."""
+    digests, stats = dict(one.digests), dict[str, Stat]()
+    for path in one.files:
+        stat = path.stat()
+        stats[path.name] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        same = old is not None and old.stats.get(path.name) == stats[path.name]
+        kept = old.digests.get(path.name) if same and old is not None else None
+        digests[path.name] = kept or file_digest(path)
+    return Known(one.key, digests, stats)
 
 
 def differences(there: Inputs, here: Inputs) -> list[str]:
@@ -216,15 +228,3 @@ def write_inputs(directory: Path, inputs: Inputs) -> None:
     """Writes the inputs of the run in a directory."""
     content = {name: one._asdict() for name, one in inputs.items()}
     write_whole(directory / _FILE, json.dumps(content, indent=1))
-
-
-def _read(one: Input, old: Known | None) -> Known:
-    """Digests the files of an input, except those that are as at the last start."""
-    digests, stats = dict(one.digests), dict[str, Stat]()
-    for path in one.files:
-        stat = path.stat()
-        stats[path.name] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        same = old is not None and old.stats.get(path.name) == stats[path.name]
-        kept = old.digests.get(path.name) if same and old is not None else None
-        digests[path.name] = kept or file_digest(path)
-    return Known(one.key, digests, stats)

@@ -6,20 +6,20 @@ arXiv:2510.26788).
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.config.training import Config
 from jaxrl.core import write_whole
 from jaxrl.data import Example
+from jaxrl.training import inputs
 from jaxrl.training.evaluate import evaluate
 from jaxrl.training.rollouts.generate import RolloutSource
 
@@ -94,13 +94,12 @@ class Journal:
 
 
 def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> dict[str, str]:
-    """Digests everything that the pass rates depend on, by the key that sets it; weight files count
-    by size and time of change."""
-    files = [path.stat() for path in sorted(Path(config.model.path).glob("*.safetensors"))]
+    """Digests everything that the pass rates depend on, by the key that sets it."""
+    model = inputs.directory_input("model", "model.path", config.model.path)
     sampling = config.sampling.model_dump(exclude={"max_batch"})
     values = {
-        "model.path": [config.model.path, *((file.st_size, file.st_mtime_ns) for file in files)],
-        "data.path": [[dict(one), one.tokens.tolist()] for one in examples],
+        "model.path": inputs.read_input(model).digests,
+        "data.path": inputs.rows_digest(examples),
         "reward.path": config.reward.path[:1],
         "environment": config.environment.model_dump(),
         **{f"sampling.{name}": value for name, value in sampling.items()},
@@ -110,12 +109,7 @@ def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) ->
         "--samples": samples,
         "train.train_batch": config.train.train_batch,
     }
-    return {name: _digest(value) for name, value in values.items()}
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {name: inputs.digest(value) for name, value in values.items()}
 
 
 def _difference(header: str, fingerprint: Mapping[str, str]) -> str:
