@@ -23,8 +23,9 @@ def early_letters(completion, example):
 
 
 def write_material(directory: Path) -> Path:
-    """Writes a model, prompts, texts, pairs and a reward."""
+    """Writes a model, a teacher, prompts, texts, pairs and a reward."""
     tiny.write_checkpoint(directory / "model")
+    tiny.write_checkpoint(directory / "teacher")
     rows = [{"prompt": f"{i}+{i}=", "answer": str(i % 10)} for i in range(10)]
     write_rows(directory / "prompts.jsonl", rows)
     write_rows(directory / "held_out.jsonl", rows[:4])

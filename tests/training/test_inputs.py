@@ -20,6 +20,7 @@ KINDS = {
     "full": (run, {}),
     "reference": (run, {"reward.kl": "0.1"}),
     "adapters": (run, {"lora.rank": "2"}),
+    "teacher": (run, {"reward.model": "{}/teacher"}),
     "sft": (supervised, {}),
     "sft adapters": (supervised, {"lora.rank": "2"}),
     "dpo": (supervised, {"loss.name": "sigmoid"}),
@@ -31,6 +32,11 @@ def material(tmp_path_factory):
     return write_material(tmp_path_factory.mktemp("material"))
 
 
+def keys_of(kind, material):
+    train, keys = KINDS[kind]
+    return train, {key: value.format(material) for key, value in keys.items()}
+
+
 @pytest.fixture(scope="module")
 def begun(material, tmp_path_factory):
     """Runs of two steps by kind, made when they are first asked for."""
@@ -39,7 +45,7 @@ def begun(material, tmp_path_factory):
     def find(kind):
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("begun") / "run"
-            train, keys = KINDS[kind]
+            train, keys = keys_of(kind, material)
             train(material, made[kind], **keys)
         return made[kind]
 
@@ -59,7 +65,7 @@ def edited(path, change):
 
 def resume(material, begun, kind, tmp_path):
     shutil.copytree(begun(kind), tmp_path / "run")
-    train, keys = KINDS[kind]
+    train, keys = keys_of(kind, material)
     return train(material, tmp_path / "run", **keys | {"train.steps": "3"})
 
 
@@ -97,6 +103,7 @@ REFUSED = [
     ("full", "model/tokenizer.json", other_token, "model': vocabulary)"),
     ("adapters", "model/model.safetensors", other_weights, "base weights (model.path"),
     ("reference", "model/model.safetensors", other_weights, "reference weights (model.path"),
+    ("teacher", "teacher/model.safetensors", other_weights, "teacher (reward.model"),
     ("sft", "texts.jsonl", more_rows, "training data (data.path"),
     ("sft adapters", "model/model.safetensors", other_weights, "base weights (model.path"),
     ("dpo", "pairs.jsonl", appended, "training data (data.path"),
