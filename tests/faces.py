@@ -55,10 +55,15 @@ def public() -> dict[str, str | None]:
                 continue
             if home != f"{face}.{name}":
                 found[f"{face}.{name}"] = docstrings(_origin(home, name))[name]
-            elif source(home).exists():
-                own = [n for n in docstrings(home) if n[0] != "_" and listed(face).get(n) != home]
-                found |= {f"{home}.{n}": docstrings(home)[n] for n in own}
+            else:
+                own = docstrings(home) if source(home).exists() else _of_package(home)
+                kept = [n for n in own if n[0] != "_" and listed(face).get(n) != home]
+                found |= {f"{home}.{n}": own[n] for n in kept}
     return found
+
+
+def _of_package(package: str) -> dict[str, str | None]:
+    return {name: docstrings(home)[name] for name, home in listed(package).items()}
 
 
 def _origin(home: str, name: str) -> str:

@@ -7,7 +7,7 @@ docs/reference holds markers, which Sphinx's directives for the names replace:
     the names that the face lists from `jaxrl/losses/ratios.py`; several modules are separated by
     spaces
 `<!-- names of jaxrl.losses.preference -->`
-    the names of a module that a face lists as a whole
+    the names of a module, or of a package with a list of its own, that a face lists as a whole
 """
 
 import ast
@@ -41,6 +41,8 @@ def homes(face: str) -> dict[str, str]:
 
 def members(module: str) -> list[str]:
     """Returns the public names of a module, except names that its room's face lists itself."""
+    if _path(module, "/__init__.pyi").exists():
+        return list(homes(module))
     found = list[str]()
     for node in ast.parse(_path(module, ".py").read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

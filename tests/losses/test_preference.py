@@ -22,6 +22,16 @@ LOSSES = {
     "sigmoid_averaged": preference.sigmoid_averaged(beta=2.0),
     "rpo": preference.rpo(beta=0.5, nll=0.3),
     "length_desensitized": preference.length_desensitized(beta=0.5, tail=0.25),
+    "robust": preference.robust(beta=0.5, label_smoothing=0.2),
+    "exo": preference.exo(beta=0.5, label_smoothing=0.1),
+    "discopop": preference.discopop(beta=0.5, tau=0.8),
+    "forward_kl": preference.forward_kl(beta=0.5),
+    "js_divergence": preference.js_divergence(beta=0.5),
+    "alpha_divergence": preference.alpha_divergence(beta=0.5, alpha=0.3),
+    "nca": preference.nca(beta=0.5),
+    "sppo_hard": preference.sppo_hard(beta=0.5),
+    "apo_zero": preference.apo_zero(beta=0.5),
+    "apo_down": preference.apo_down(beta=0.5),
 }
 
 
@@ -38,6 +48,13 @@ def softplus(x):
     return math.log1p(math.exp(x))
 
 
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+Q = sigmoid(2.0)  # the policy's probability that the chosen completion wins, beta = 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -50,6 +67,25 @@ def softplus(x):
         ("sigmoid_averaged", softplus(-2 * (1.5 + 0.25))),
         ("rpo", softplus(-2.0) - 0.3 * (3.0 - 2.0) / 2),
         ("length_desensitized", softplus(-2.0)),  # it gets its sums discounted already
+        ("robust", (0.8 * softplus(-2.0) - 0.2 * softplus(2.0)) / 0.6),
+        ("exo", Q * math.log(Q / 0.9) + (1 - Q) * math.log((1 - Q) / 0.1)),
+        ("discopop", sigmoid(-2.5) * softplus(-2.0) + sigmoid(2.5) * math.exp(-2)),
+        ("forward_kl", softplus(0.5 * (math.exp(-3) - math.exp(1)))),
+        (  # f'(u) = log(2 u / (1 + u))
+            "js_divergence",
+            softplus(
+                0.5 * math.log(2 * math.exp(-1) / (1 + math.exp(-1)))
+                - 0.5 * math.log(2 * math.exp(3) / (1 + math.exp(3)))
+            ),
+        ),
+        (  # f'(u) = (1 - u^-alpha) / alpha
+            "alpha_divergence",
+            softplus(0.5 * (math.exp(3) ** -0.3 - math.exp(-1) ** -0.3) / 0.3),
+        ),
+        ("nca", softplus(-1.5) + 0.5 * softplus(1.5) + 0.5 * softplus(-0.5)),
+        ("sppo_hard", (3 - 1) ** 2 + (-1 + 1) ** 2),
+        ("apo_zero", 1 - sigmoid(1.5) + sigmoid(-0.5)),
+        ("apo_down", sigmoid(1.5) + 1 - sigmoid(2.0)),
     ],
 )
 def test_worked_by_hand(name, expected):
@@ -104,8 +140,32 @@ def test_far_apart_pairs_are_finite(name, far):
 
 
 def test_label_smoothing_of_a_half_says_nothing():
-    with pytest.raises(ValueError, match=r"label_smoothing=0\.5 must be"):
-        preference.sigmoid(label_smoothing=0.5)
+    for make in (preference.sigmoid, preference.robust, preference.exo, preference.aot):
+        with pytest.raises(ValueError, match=r"label_smoothing=0\.5 must be"):
+            make(label_smoothing=0.5)
+
+
+def test_parameters_of_variants_have_bounds():
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.0 must be > 0"):
+        preference.exo(label_smoothing=0.0)
+    with pytest.raises(ValueError, match=r"tau=2\.0 must be"):
+        preference.discopop(tau=2.0)
+    with pytest.raises(ValueError, match=r"alpha=1\.5 must be"):
+        preference.alpha_divergence(alpha=1.5)
+
+
+def test_alpha_divergences_lie_between_dpo_and_the_forward_kl():
+    pair = ratios(0.3, -0.2)
+    for alpha, same in ((1e-3, preference.sigmoid()), (1.0, preference.forward_kl())):
+        found = preference.alpha_divergence(alpha=alpha).apply(pair)
+        np.testing.assert_allclose(found, same.apply(pair), rtol=1e-4)
+
+
+def test_swapped_labels_do_not_bias_robust_dpo():
+    """A share of swapped pairs has the expected loss of DPO without them."""
+    share, robust = 0.2, LOSSES["robust"]
+    found = (1 - share) * robust.apply(ratios(3.0, -1.0)) + share * robust.apply(ratios(-1.0, 3.0))
+    np.testing.assert_allclose(found, softplus(-2.0), rtol=1e-5)
 
 
 LENGTHS = [((2, 3), (2, 1)), ((1, 4), (1, 4)), ((3, 2), (3, 5))]  # (prompt, answer) of both

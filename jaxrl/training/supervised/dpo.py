@@ -45,6 +45,7 @@ def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     @jit
     def compare(logprobs: jax.Array, minibatch: Minibatch) -> Metrics:
         scores = Scores(logprobs=logprobs, reference=minibatch.reference)
+        scores, _ = goal.survey(scores, minibatch.batch)
         return goal.total(scores, minibatch.batch)[1]
 
     return fit_pairs(

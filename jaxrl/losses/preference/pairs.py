@@ -1,13 +1,5 @@
-"""Losses of pairs: a chosen and a rejected completion of one prompt.
+"""Pairs of completions: their log-probs in a batch, and the reduction of their losses."""
 
-In a batch the completions of a pair are consecutive sequences of one row: 1 and 2, 3 and 4, and so
-on, the chosen one first. The advantages of the chosen completion add up to the margin of the
-Bradley-Terry loss.
-
-The examples have one pair: log-ratios 1 over 4 tokens (chosen) and -1 over 2 (rejected).
-"""
-
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +10,7 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch, earlier_actions, segment_totals
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.algebra import TokenLoss, Weights, chosen_before
 from jaxrl.losses.formulas import Formula, with_formula
 from jaxrl.losses.objectives import Aggregation
 from jaxrl.losses.scores import Need, Scores, require
@@ -30,6 +22,7 @@ class ScoredCompletion(NamedTuple):
     learner: jax.Array  # log-prob under the learner, summed over the completion's tokens
     reference: jax.Array  # the same under the reference
     tokens: jax.Array  # number of tokens
+    against: jax.Array | float = 0.0  # a constant of the whole batch, from `PairLoss.across`
 
     @property
     def log_ratio(self) -> jax.Array:
@@ -70,6 +63,11 @@ class PairLoss(Formula):
     """A loss of the DPO family: log-probs of both completions -> one loss per pair. Beta is the
     strength of the reference; beta times the log-ratio is the implicit reward.
 
+    A loss that compares a completion with the whole batch finds the numbers that it compares with
+    by `across`: (all pairs, bool marks of those that are there) -> a number for each chosen and one
+    for each rejected completion, all [B, T // 2]. It costs another forward pass, before the batch's
+    microbatches, and no gradient passes.
+
     Raises:
       ValueError: for a beta that is not positive, or a tail that is not in [0, 1].
     """
@@ -77,129 +75,11 @@ class PairLoss(Formula):
     beta: float
     apply: Callable[[ScoredPair], jax.Array]
     tail: float = 1.0  # weight of log-probs beyond the length of the pair's shorter completion
+    across: Callable[[ScoredPair, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
     def __post_init__(self) -> None:
         bounds.positive("beta", self.beta)
         bounds.fraction("tail", self.tail)
-
-
-@with_formula
-def sigmoid(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PairLoss:
-    """DPO (arXiv:2305.18290): -log sigmoid(beta (chosen - rejected)).
-
-    With `label_smoothing`, conservative DPO (https://ericmitchell.ai/cdpo.pdf): the share of labels
-    that are assumed to be swapped.
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> f"{sigmoid(beta=0.5).apply(pair):.3f}"
-      '0.313'
-
-    Raises:
-      ValueError: if `label_smoothing` is not in [0, 0.5).
-    """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing} must be >= 0 and < 0.5")
-
-    def apply(x: ScoredPair) -> jax.Array:
-        h = beta * x.apart
-        right, wrong = jax.nn.log_sigmoid(h), jax.nn.log_sigmoid(-h)
-        return -(1 - label_smoothing) * right - label_smoothing * wrong
-
-    return PairLoss(beta, apply)
-
-
-@with_formula
-def hinge(*, beta: float = 0.1) -> PairLoss:
-    """SLiC-HF's hinge on DPO's reward (arXiv:2305.10425, 2309.06657):
-    max(0, 1 - beta (chosen - rejected)).
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> float(hinge(beta=0.25).apply(pair))
-      0.5
-    """
-    return PairLoss(beta, lambda x: jax.nn.relu(1 - beta * x.apart))
-
-
-@with_formula
-def ipo(*, beta: float = 0.1) -> PairLoss:
-    """IPO (arXiv:2310.12036) on log-ratios averaged over a completion's tokens, as TRL has it:
-    (chosen / tokens - rejected / tokens - 1 / (2 beta))^2.
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> ipo(beta=0.5).apply(pair)  # (0.25 + 0.5 - 1)^2
-      0.0625
-    """
-    return PairLoss(beta, lambda x: (x.mean_apart - 1 / (2 * beta)) ** 2)
-
-
-@with_formula
-def ipo_summed(*, beta: float = 0.1) -> PairLoss:
-    """IPO (arXiv:2310.12036) on log-ratios of whole completions, as OpenRLHF has it:
-    (chosen - rejected - 1 / (2 beta))^2.
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> ipo_summed(beta=0.5).apply(pair)
-      1.0
-    """
-    return PairLoss(beta, lambda x: (x.apart - 1 / (2 * beta)) ** 2)
-
-
-@with_formula
-def sigmoid_averaged(*, beta: float = 5.0) -> PairLoss:
-    """Length-normalised DPO (Tulu 3, arXiv:2411.15124), on log-ratios averaged over a completion's
-    tokens: -log sigmoid(beta (chosen / tokens - rejected / tokens)). As averages are smaller than
-    sums, beta is larger than in DPO.
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> f"{sigmoid_averaged(beta=4.0).apply(pair):.3f}"  # softplus(-4 (0.25 + 0.5))
-      '0.049'
-    """
-    return PairLoss(beta, lambda x: -jax.nn.log_sigmoid(beta * x.mean_apart))
-
-
-@with_formula
-def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
-    """DPO and the likelihood of the chosen completion (iterative RPO, arXiv:2404.19733):
-    -log sigmoid(beta (chosen - rejected)) - nll log pi(chosen) / tokens. The likelihood keeps the
-    chosen completion from losing probability as well. The paper scales the first term instead, by
-    1. TRL divides by the tokens of all chosen completions of a batch.
-
-    Example:
-      >>> pair = ScoredPair(ScoredCompletion(-4.0, -5.0, 4.0), ScoredCompletion(-3.0, -2.0, 2.0))
-      >>> f"{rpo(beta=0.5, nll=0.1).apply(pair):.3f}"  # 0.313 + 0.1 x 4 / 4
-      '0.413'
-
-    Raises:
-      ValueError: for a negative `nll`.
-    """
-    bounds.not_negative("nll", nll)
-    dpo = sigmoid(beta=beta)
-
-    def apply(x: ScoredPair) -> jax.Array:
-        return dpo.apply(x) - nll * x.chosen.learner / x.chosen.tokens
-
-    return PairLoss(beta, apply)
-
-
-@with_formula
-def length_desensitized(*, beta: float = 0.1, tail: float = 0.5) -> PairLoss:
-    """LD-DPO (arXiv:2409.06411): DPO in which log-probs beyond the length of the shorter completion
-    count `tail` times, under the learner and the reference, so that no completion wins by its
-    length. With 1 it is DPO; the paper's best values are .3 to .6.
-
-    Example:
-      >>> print(length_desensitized(tail=0.25))
-      length_desensitized(beta=0.1, tail=0.25)
-
-    Raises:
-      ValueError: for a tail that is not in [0, 1].
-    """
-    return dataclasses.replace(sigmoid(beta=beta), tail=tail)
 
 
 def bradley_terry(
@@ -231,39 +111,68 @@ def pairwise(loss: PairLoss) -> TokenLoss:
 
     Example:
       >>> from jaxrl.losses import objective, one_sequence
+      >>> from jaxrl.losses.preference import sigmoid
       >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -2], reference=[-2, -1])
       >>> batch = batch.replace(segments=jnp.array([[1, 2]]))
       >>> goal = objective(pairwise(sigmoid(beta=0.5)), pair_mean)
       >>> f"{goal.total(scores, batch)[0]:.3f} = {goal}"
       '0.313 = objective(pairwise(sigmoid(beta=0.5, label_smoothing=0.0)), pair_mean)'
     """
+    needs: frozenset[Need | Weights] = frozenset({Need.REFERENCE})
+    across = None if loss.across is None else _across(loss, loss.across)
+    if across is not None:
+        needs |= {across}
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
         there, mask = pairs_there(batch), batch.action_mask
-        logprobs, reference = scores.logprobs, require(scores, Need.REFERENCE)
-
-        def of_completions(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return split_pairs(segment_totals(jnp.where(mask, values, 0), batch.segments))
-
-        totals = of_completions(logprobs)
-        # Where there is no pair the lengths are 0, and 0 / 0 must not reach a gradient.
-        lengths = [jnp.maximum(x, 1) for x in of_completions(jnp.ones_like(logprobs))]
-        weights = jnp.ones_like(logprobs)
-        if loss.tail != 1:
-            shorter = jnp.minimum(*lengths)
-            shared = earlier_actions(batch) < _at_tokens(shorter, shorter, batch)
-            weights = jnp.where(shared, 1, loss.tail)
-        sums = of_completions(weights * logprobs), of_completions(weights * reference), lengths
-        pair = ScoredPair(*(ScoredCompletion(*numbers) for numbers in zip(*sums, strict=True)))
-        value = jnp.where(there, loss.apply(pair) / lengths[0], 0)
+        pair = _scored(scores, batch, tail=loss.tail)
+        if across is not None:
+            first = mask & (earlier_actions(batch) == 0)
+            found = jnp.where(first, chosen_before(across, scores.whole), 0)
+            numbers = split_pairs(segment_totals(found, batch.segments))
+            pair = ScoredPair(
+                *(one._replace(against=x) for one, x in zip(pair, numbers, strict=True))
+            )
+        value = jnp.where(there, loss.apply(pair) / pair.chosen.tokens, 0)
         per_token = jnp.where(mask, _at_tokens(value, jnp.zeros_like(value), batch), 0)
 
         rewards = (loss.beta * completion.log_ratio for completion in pair)
+        totals = _of_completions(scores.logprobs, batch)
         reports = _compared("reward", *rewards)
         reports |= {"logprobs/chosen": totals[0], "logprobs/rejected": totals[1]}
         return per_token, masked_means(reports, there)
 
-    return token_loss(apply, Need.REFERENCE)
+    return TokenLoss(needs, apply)
+
+
+def _across(
+    loss: PairLoss, numbers: Callable[[ScoredPair, jax.Array], tuple[jax.Array, jax.Array]]
+) -> Weights:
+    """Computes the numbers of `PairLoss.across` at each token of their completions."""
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        pair = _scored(jax.lax.stop_gradient(scores), batch, tail=loss.tail)
+        return _at_tokens(*numbers(pair, pairs_there(batch)), batch), {}
+
+    return Weights(frozenset({Need.REFERENCE}), apply, formula=f"across({loss!r})")
+
+
+def _scored(scores: Scores, batch: TokenBatch, *, tail: float) -> ScoredPair:
+    logprobs, reference = scores.logprobs, require(scores, Need.REFERENCE)
+    # Where there is no pair the lengths are 0, and 0 / 0 must not reach a gradient.
+    lengths = [jnp.maximum(x, 1) for x in _of_completions(jnp.ones_like(logprobs), batch)]
+    weights = jnp.ones_like(logprobs)
+    if tail != 1:
+        shorter = jnp.minimum(*lengths)
+        shared = earlier_actions(batch) < _at_tokens(shorter, shorter, batch)
+        weights = jnp.where(shared, 1, tail)
+    sums = (_of_completions(weights * values, batch) for values in (logprobs, reference))
+    return ScoredPair(*(ScoredCompletion(*x) for x in zip(*sums, lengths, strict=True)))
+
+
+def _of_completions(values: jax.Array, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+    """Sums over the tokens of each chosen and of each rejected completion."""
+    return split_pairs(segment_totals(jnp.where(batch.action_mask, values, 0), batch.segments))
 
 
 def ranked(
