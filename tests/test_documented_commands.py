@@ -221,7 +221,8 @@ def test_keys_that_are_named_are_keys():
     tables = {name.partition(".")[0] for name in known if "." in name} - {"environment"}
     known |= {f"loss.{p.name}" for p in catalogue.list_terms()}
     known |= {f"loss.{p.name}" for entry in catalogue.list_recipes() for p in entry.parameters}
-    for loss in (preference.sigmoid, preference.rpo, preference.length_desensitized):
+    losses = (getattr(preference, name) for name in preference.__all__)
+    for loss in filter(inspect.isfunction, losses):
         known |= {f"loss.{p}" for p in inspect.signature(loss).parameters}
     for page in PAGES:
         for said in INLINE.findall(prose(page)):

@@ -15,11 +15,14 @@ from .critic import (
 from .groups import (
     batch_relative as batch_relative,
     centred as centred,
+    gpg as gpg,
     group_relative as group_relative,
     leave_one_out as leave_one_out,
     leave_one_out_relative as leave_one_out_relative,
+    leave_one_out_whitened as leave_one_out_whitened,
     max_rl as max_rl,
     pass_at_k as pass_at_k,
+    pass_at_k_relative as pass_at_k_relative,
     zero_std_groups as zero_std_groups,
 )
 from .outcomes import (

@@ -24,8 +24,7 @@ def group_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
     """
     rewards, index, count = grouped(rewards, groups)
     centred = rewards - group_mean(rewards, index, count)
-    total = np.bincount(index, np.nan_to_num(centred**2), minlength=len(count))
-    std = np.sqrt(total / np.maximum(count - 1, 1))[index]
+    std = _group_std(centred, index, count)
     return _finished(np.where(count[index] > 1, centred / (std + eps), rewards))
 
 
@@ -107,6 +106,46 @@ def leave_one_out_relative(
 
 
 @within_group
+def leave_one_out_whitened(
+    rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
+) -> np.ndarray:
+    """`leave_one_out`, less its mean and divided by its std + eps over the completions of the
+    batch, std unbiased.
+
+    TRL's RLOO (arXiv:2402.14740) with normalize_advantages, and eps = 1e-4 there. Raises as
+    `group_relative`.
+
+    Example:
+      >>> rewards, groups = np.array([1.0, 0.0, 3.0, 1.0]), np.array([7, 7, 8, 8])
+      >>> leave_one_out_whitened(rewards, groups).round(3)  # 1, -1, 2 and -2 before
+      array([ 0.548, -0.548,  1.095, -1.095], dtype=float32)
+    """
+    advantages = leave_one_out(rewards, groups).astype(np.float64)
+    failed = np.isnan(np.asarray(rewards, np.float64))
+    known = advantages[~failed]
+    mean, std = (known.mean(), known.std(ddof=1)) if known.size > 1 else (0.0, 1.0)
+    return _finished(np.where(failed, 0.0, (advantages - mean) / (std + eps)))
+
+
+@within_group
+def gpg(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(reward - mean of the group) x completions / completions in groups with different rewards:
+    groups without a gradient do not shrink the batch's.
+
+    GPG, arXiv:2504.02546, with F_norm = 1. veRL divides by the number of completions with a reward
+    other than 0 instead. Raises as `group_relative`.
+
+    Example:
+      >>> gpg(np.array([1.0, 0.0, 1.0, 1.0]), np.array([7, 7, 8, 8]))
+      array([ 1., -1.,  0.,  0.], dtype=float32)
+    """
+    apart = centred(rewards, groups).astype(np.float64)
+    rewards, index, count = grouped(rewards, groups)
+    valid = np.sum(count[spread_groups(rewards, index, count)])
+    return _finished(apart * (np.sum(count) / max(valid, 1)))
+
+
+@within_group
 def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """The best completion of a group gets its reward - the second best reward, the others get 0;
     with a tie for the first place all get 0; alone in its group: the reward.
@@ -128,6 +167,22 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
         second = rewards[order[end - 1]] if end > start else 0.0
         advantages[best] = rewards[best] - second
     return _finished(advantages)
+
+
+@within_group
+def pass_at_k_relative(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
+    """`pass_at_k` / (std + eps) of the group, std unbiased; alone in its group: the reward.
+
+    veRL's estimator grpo_passk (arXiv:2503.19595), divided as in GRPO. Raises as `group_relative`.
+
+    Example:
+      >>> pass_at_k_relative(np.array([1.0, 0.0, 0.0, 9.0]), np.array([7, 7, 7, 8])).round(3)
+      array([1.732, 0.   , 0.   , 9.   ], dtype=float32)
+    """
+    advantages = pass_at_k(rewards, groups).astype(np.float64)
+    rewards, index, count = grouped(rewards, groups)
+    std = _group_std(rewards - group_mean(rewards, index, count), index, count)
+    return _finished(np.where(count[index] > 1, advantages / (std + eps), advantages))
 
 
 @within_group
@@ -162,10 +217,7 @@ def zero_std_groups(rewards: np.ndarray, groups: np.ndarray) -> int:
       1
     """
     rewards, index, count = grouped(rewards, groups)
-    highest, lowest = np.full(len(count), -np.inf), np.full(len(count), np.inf)
-    np.fmax.at(highest, index, rewards)
-    np.fmin.at(lowest, index, rewards)
-    return int(np.sum((count > 1) & (highest == lowest)))
+    return int(np.sum((count > 1) & ~spread_groups(rewards, index, count)))
 
 
 def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -185,11 +237,26 @@ def grouped(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
     return rewards, index, np.bincount(index, ~np.isnan(rewards))
 
 
+def spread_groups(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Marks the groups with different known rewards, bool[groups]; arguments as `grouped` returns
+    them."""
+    highest, lowest = np.full(len(count), -np.inf), np.full(len(count), np.inf)
+    np.fmax.at(highest, index, rewards)
+    np.fmin.at(lowest, index, rewards)
+    return highest > lowest
+
+
 def group_mean(rewards: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Computes, for each reward, the mean of its group's known rewards; arguments as `grouped`
     returns them."""
     total = np.bincount(index, np.nan_to_num(rewards), minlength=len(count))
     return (total / np.maximum(count, 1))[index]
+
+
+def _group_std(centred: np.ndarray, index: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Computes, for each reward, the unbiased std of its group's; `centred` are less their mean."""
+    total = np.bincount(index, np.nan_to_num(centred**2), minlength=len(count))
+    return np.sqrt(total / np.maximum(count - 1, 1))[index]
 
 
 def _finished(advantages: np.ndarray) -> np.ndarray:

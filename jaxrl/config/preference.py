@@ -51,7 +51,9 @@ class PairLossConfig(OpenSection):
     name: str = "sigmoid"
     """`sigmoid` (DPO), `sigmoid_averaged` (log-ratios averaged over a completion), `rpo` (with the
     likelihood of the chosen completion), `length_desensitized` (LD-DPO), `hinge`, `ipo` (averaged
-    over a completion, as in TRL), `ipo_summed` (summed, as in OpenRLHF), or `file.py:function`."""
+    over a completion, as in TRL), `ipo_summed` (summed, as in OpenRLHF), `robust`, `exo`,
+    `discopop`, `forward_kl`, `js_divergence` and `alpha_divergence` (f-DPO), `nca`, `bco`,
+    `sppo_hard`, `apo_zero`, `apo_down`, `aot`, `aot_unpaired`, or `file.py:function`."""
 
 
 class _PairsConfig(SupervisedConfig):

@@ -1,6 +1,7 @@
 """The `[reward]` table of a config."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
@@ -30,9 +31,12 @@ class RewardConfig(Section):
     batch. A completion whose reward fails or takes longer is counted and excluded from training."""
 
     kl: NonNegativeFloat = 0.0
-    """Coefficient of the per-token KL penalty in the reward, against the initial model (estimator
-    k1); 0 needs no reference model. The alternative is loss.kl, the only one that works with
-    gdpo."""
+    """Coefficient of the per-token KL penalty in the reward, against the initial model; 0 needs no
+    reference model. The alternative is loss.kl, the only one that works with gdpo."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of that penalty, from d = log(reference / learner): `k1` (-d), `k2` (d^2 / 2) or
+    `k3` (e^d - d - 1). Only k1 has the gradient of the KL divergence as a reward."""
 
     overlong_buffer: NonNegativeInt = 0
     """DAPO's soft overlong punishment: over the last N tokens before sampling.max_tokens the reward

@@ -1,6 +1,7 @@
 """Every key of a supervised fine-tuning run; reward-model and DPO runs share most of them."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -88,8 +89,17 @@ class SFTDataConfig(TextsConfig):
     """Column with a whole text to train on from its second token; replaces the other two keys."""
 
 
+class TextLossConfig(Section):
+    """The loss of a completion token."""
+
+    name: Literal["cross_entropy", "dft"] = "cross_entropy"
+    """`cross_entropy`, -log p, or `dft`, -p log p without a gradient through the factor (dynamic
+    fine-tuning, arXiv:2508.05629): tokens that the model finds unlikely teach it less."""
+
+
 class SFTConfig(SupervisedConfig):
     """A supervised fine-tuning run."""
 
     run_dir: RunDir = "runs/sft"
     data: SFTDataConfig
+    loss: TextLossConfig = TextLossConfig()

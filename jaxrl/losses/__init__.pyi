@@ -24,10 +24,17 @@ from .controllers import (
     KLController as KLController,
     controlled as controlled,
 )
-from .corrections import gamma_shaped as gamma_shaped, masked as masked, truncated as truncated
+from .corrections import (
+    gamma_shaped as gamma_shaped,
+    masked as masked,
+    normalized as normalized,
+    truncated as truncated,
+)
 from .from_config import build as build, loss_arguments as loss_arguments
 from .imitation import (
+    completion_likelihood as completion_likelihood,
     cross_entropy as cross_entropy,
+    dft as dft,
     observation_likelihood as observation_likelihood,
     positive_likelihood as positive_likelihood,
 )
@@ -55,6 +62,7 @@ from .recipes import (
     dr_grpo as dr_grpo,
     gdpo as gdpo,
     gmpo as gmpo,
+    gpg as gpg,
     grpo as grpo,
     grpo_seq_mis as grpo_seq_mis,
     grpo_token_tis as grpo_token_tis,
@@ -96,6 +104,9 @@ from .rejections import (
     Divergence as Divergence,
     binary_kl as binary_kl,
     error_within as error_within,
+    k2_sum_within as k2_sum_within,
+    k2_within as k2_within,
+    k3_sum_within as k3_sum_within,
     k3_within as k3_within,
     near as near,
     off_policy_negatives as off_policy_negatives,

@@ -7,9 +7,10 @@ pairs it with its one aggregation.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics
 from jaxrl.losses import operands
-from jaxrl.losses.formulas import Formula, formula_text, grouped
+from jaxrl.losses.formulas import Formula, formula_text, grouped, with_formula
 from jaxrl.losses.scores import Need, Scores
 
 
@@ -172,6 +173,7 @@ class Weights(Term):
     __radd__ = __sub__ = __rsub__ = __add__
 
 
+P = ParamSpec("P")
 T = TypeVar("T", bound=Term)
 
 
@@ -288,6 +290,18 @@ def whole_batch(weights: Weights) -> Weights:
         return chosen_before(weights, scores.whole), {}
 
     return Weights(frozenset({weights}), apply, weights.weighted, formula=f"whole_batch({weights})")
+
+
+def of_whole_batch(make: Callable[P, Weights]) -> Callable[P, Weights]:
+    """Lifts a constructor of weights to weights of the whole batch, which print as its call."""
+    named = with_formula(make)
+
+    @functools.wraps(make)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Weights:
+        weights = named(*args, **kwargs)
+        return dataclasses.replace(whole_batch(weights), formula=repr(weights))
+
+    return wrapper
 
 
 def chosen_before(weights: Weights, whole: Mapping[str, jax.Array] | None) -> jax.Array:

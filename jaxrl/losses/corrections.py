@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_mean, masked_means
-from jaxrl.losses.algebra import Weights
+from jaxrl.losses.algebra import Weights, applied, of_whole_batch
 from jaxrl.losses.formulas import with_formula
+from jaxrl.losses.objectives import Aggregation
 from jaxrl.losses.ratios import Ratio, missing
 from jaxrl.losses.scores import Scores
 
@@ -93,6 +94,37 @@ def gamma_shaped(
         return weights, metrics | missing(ratio, batch, name="correction/missing")
 
     return Weights(ratio.needs, apply, ratio.weighted)
+
+
+@of_whole_batch
+def normalized(weights: Weights, aggregation: Aggregation) -> Weights:
+    """Weights divided by their mean over the batch, which is 1 then: a bound that truncates, or a
+    mismatch of the two programs, does not change the size of a step. The aggregation says which
+    mean: `token_mean`, or `sequence_mean_token_mean` for weights of whole sequences (veRL's
+    rollout_is_batch_normalize; no paper). It costs a forward pass.
+
+    Reports as the weights, before the division.
+
+    Example:
+      >>> from jaxrl.losses import objective, one_sequence, over_sampler, reinforce, token_mean
+      >>> weights = normalized(truncated(over_sampler, high=3), token_mean)
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -3])
+      >>> goal = objective(weights * reinforce(), token_mean)
+      >>> print(goal.survey(scores, batch)[0].whole[repr(weights)])  # 1 and 3 over 2
+      [[0.5 1.5]]
+
+    Raises:
+      ValueError: for weights that contain weights of the whole batch already.
+    """
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        found, metrics = applied(weights, scores, batch)
+        counted = aggregation.weights(batch)
+        total = jnp.sum(jnp.where(counted != 0, found, 0) * counted)
+        mean = total / jnp.maximum(aggregation.denominator(batch), 1)
+        return jnp.where(mean > 0, found / jnp.where(mean > 0, mean, 1), 0), metrics
+
+    return Weights(weights.needs, apply, weights.weighted)
 
 
 def _bounded(

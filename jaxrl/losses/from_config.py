@@ -29,7 +29,8 @@ PARTS: Mapping[Any, Mapping[str, Any]] = {
     Level: _named(ratios, "token sequence geometric product"),
     Weights: _named(
         presets,
-        "token_tis sequence_tis sequence_mis sequence_mis_3 icepop geometric_mask k3_mask veto",
+        "token_tis sequence_tis token_tis_normalized sequence_tis_normalized sequence_mis "
+        "sequence_mis_3 icepop geometric_mask k3_mask k2_mask k3_sum_mask k2_sum_mask veto",
     ),
     Aggregation: _named(  # `_terms` calls fixed_length with the longest completion
         aggregation,

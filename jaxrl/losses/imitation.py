@@ -51,6 +51,24 @@ def positive_likelihood(threshold: float = 0.0) -> Objective:
 
 
 @with_formula
+def completion_likelihood() -> Objective:
+    """-log pi, averaged over all tokens that the policy chose: cross-entropy beside the policy's
+    loss, on the same tokens. Tokens that `among` takes out of the policy's loss count here (the sum
+    of components in prime-rl, each with its own count; no paper). "nll/completion" reports it.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -3])
+      >>> goal = completion_likelihood()
+      >>> float(goal.total(scores, batch)[0]), float(goal.denominator(batch))
+      (4.0, 2.0)
+    """
+    return _mean_nll(
+        lambda scores: scores.logprobs, lambda batch: batch.action_mask, name="nll/completion"
+    )
+
+
+@with_formula
 def observation_likelihood() -> Objective:
     """-log pi, averaged over the tokens that the environment wrote: the policy learns to predict
     what its actions lead to, from failed episodes too (ECHO, arXiv:2605.24517). "nll/observed"
@@ -106,3 +124,23 @@ def cross_entropy() -> TokenLoss:
       (4.0, 2.0)
     """
     return token_loss(lambda scores, batch: (-scores.logprobs, {}))
+
+
+@with_formula
+def dft() -> TokenLoss:
+    """-p log p of each completion token, nats, without a gradient through the factor p: dynamic
+    fine-tuning (DFT, arXiv:2508.05629). Cross-entropy is a policy gradient that weights a token by
+    1 / p, and the factor takes this weight back.
+
+    Example:
+      >>> from jaxrl.losses import objective, one_sequence, token_mean
+      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -3])
+      >>> print(dft().apply(scores, batch)[0].round(3))
+      [[0.368 0.149]]
+    """
+
+    def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
+        p = jax.lax.stop_gradient(jnp.exp(scores.logprobs))
+        return -p * scores.logprobs, {}
+
+    return token_loss(apply)

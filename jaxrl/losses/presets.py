@@ -21,15 +21,29 @@ Example:
   [[1. 1.]] vetoed(anchor_over_sampler, low=0.0001, high=inf)
 """
 
-from jaxrl.losses.corrections import masked, truncated
+from jaxrl.losses.aggregation import sequence_mean_token_mean, token_mean
+from jaxrl.losses.corrections import masked, normalized, truncated
 from jaxrl.losses.ratios import anchor_over_sampler, geometric, product
-from jaxrl.losses.rejections import k3_within, vetoed, within
+from jaxrl.losses.rejections import (
+    k2_sum_within,
+    k2_within,
+    k3_sum_within,
+    k3_within,
+    vetoed,
+    within,
+)
 
 token_tis = truncated(anchor_over_sampler, high=2.0)
 """min(w, 2), w = anchor / sampler of the token: truncated importance sampling (Yao et al. 2025)."""
 
 sequence_tis = truncated(product(anchor_over_sampler), high=2.0)
 """min(W, 2), W = product of w over the sequence."""
+
+token_tis_normalized = normalized(token_tis, token_mean)
+"""token_tis divided by its mean over the tokens of the batch."""
+
+sequence_tis_normalized = normalized(sequence_tis, sequence_mean_token_mean)
+"""sequence_tis divided by its mean over the sequences of the batch."""
 
 sequence_mis = masked(product(anchor_over_sampler), high=10.0)
 """W where W <= 10 and 0 elsewhere: masked importance sampling per sequence (Liu et al. 2025)."""
@@ -45,6 +59,15 @@ geometric_mask = within(geometric(anchor_over_sampler), low=0.999, high=1.001)
 
 k3_mask = k3_within(anchor_over_sampler, high=0.01)
 """1, and 0 for sequences whose mean of w - 1 - log w, the k3 estimate, exceeds .01 per token."""
+
+k2_mask = k2_within(anchor_over_sampler, high=0.01)
+"""1, and 0 for sequences whose mean of (log w)^2 / 2, the k2 estimate, exceeds .01 per token."""
+
+k3_sum_mask = k3_sum_within(anchor_over_sampler, high=2.0)
+"""1, and 0 for sequences whose sum of w - 1 - log w exceeds 2."""
+
+k2_sum_mask = k2_sum_within(anchor_over_sampler, high=2.0)
+"""1, and 0 for sequences whose sum of (log w)^2 / 2 exceeds 2."""
 
 veto = vetoed(anchor_over_sampler, low=1e-4)
 """1, and 0 for sequences with a token whose w is below 1e-4."""

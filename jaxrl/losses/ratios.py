@@ -160,7 +160,7 @@ def product(ratio: Ratio) -> Ratio:
     per_token(ratio, reader="product")
 
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
-        return _sequence_sum(ratio.log(scores, batch), batch)
+        return sequence_sum(ratio.log(scores, batch), batch)
 
     return Ratio(log, ratio.weighted, ratio.needs, whole=True)
 
@@ -221,10 +221,11 @@ def per_token(ratio: Ratio, *, reader: str) -> None:
 def sequence_mean(values: jax.Array, batch: TokenBatch) -> jax.Array:
     """Computes the mean over the action tokens of each sequence, at each token: f32[B, T]."""
     count = segment_sum(batch.action_mask.astype(values.dtype), batch.segments)
-    return _sequence_sum(values, batch) / jnp.maximum(count, 1)
+    return sequence_sum(values, batch) / jnp.maximum(count, 1)
 
 
-def _sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
+def sequence_sum(values: jax.Array, batch: TokenBatch) -> jax.Array:
+    """Computes the sum over the action tokens of each sequence, at each token: f32[B, T]."""
     return segment_sum(jnp.where(batch.action_mask, values, 0), batch.segments)
 
 

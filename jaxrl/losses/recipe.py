@@ -12,7 +12,11 @@ from jaxrl.losses import bounds, operands
 from jaxrl.losses.algebra import TokenLoss, Weights, both, reweight
 from jaxrl.losses.controllers import Controller, EntropyController, KLController, controlled
 from jaxrl.losses.formulas import formula_text
-from jaxrl.losses.imitation import observation_likelihood, positive_likelihood
+from jaxrl.losses.imitation import (
+    completion_likelihood,
+    observation_likelihood,
+    positive_likelihood,
+)
 from jaxrl.losses.objectives import Aggregation, Objective
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.regularizers import KLEstimator, entropy_bonus, k3, kl_penalty, load_balance
@@ -101,6 +105,8 @@ class Terms:
       entropy_step: change of that coefficient after each rollout.
       positive_nll: coefficient of the mean -log pi over the tokens of completions whose reward is
         positive (.1 in VAPO, arXiv:2504.05118).
+      nll: coefficient of the mean -log pi over all tokens that the policy chose, with a count of
+        its own: `rejection` does not change it.
       observation_nll: coefficient of the mean -log pi over the tokens that the environment wrote
         (.05 in ECHO, arXiv:2605.24517).
       balance: coefficient of the imbalance of a mixture of experts.
@@ -125,13 +131,14 @@ class Terms:
     entropy_target: float | None = None
     entropy_step: float = 0.005
     positive_nll: float = 0.0
+    nll: float = 0.0
     observation_nll: float = 0.0
     balance: float = 0.0
     aggregation: Aggregation | None = None
     advantage_eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kl", "entropy", "positive_nll", "observation_nll", "balance"):
+        for name in ("kl", "entropy", "positive_nll", "nll", "observation_nll", "balance"):
             bounds.not_negative(name, getattr(self, name))
 
 
@@ -182,6 +189,8 @@ def with_terms(recipe: Recipe, **terms: Any) -> Recipe:
         goal = dataclasses.replace(goal, among=among)
     if add.positive_nll:
         goal = goal + add.positive_nll * positive_likelihood()
+    if add.nll:
+        goal = goal + add.nll * completion_likelihood()
     if add.observation_nll:
         goal = goal + add.observation_nll * observation_likelihood()
     if add.advantage_eps is not None:

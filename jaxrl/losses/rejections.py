@@ -18,7 +18,7 @@ from jaxrl.core.metrics import Metrics, masked_mean
 from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
-from jaxrl.losses.ratios import Ratio, per_token, sequence_mean
+from jaxrl.losses.ratios import Ratio, per_token, sequence_mean, sequence_sum
 from jaxrl.losses.scores import Scores
 
 
@@ -75,7 +75,66 @@ def k3_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
       ValueError: unless high > 0; for the ratio of whole sequences.
     """
     bounds.positive("k3_within: high", high)
-    return _mean_within(lambda d: jnp.expm1(d) - d, ratio, high=high, name="k3")
+    return _sequence_within(_k3, ratio, high=high, name="k3")
+
+
+@with_formula
+def k2_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
+    """0 for sequences with a mean k2 estimate of the divergence, (log w)^2 / 2, above `high`
+    (veRL's seq_mean_k2; no paper). Reports "rejected/k2". Raises as `k3_within`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-1, -1.5])
+      >>> for high in (0.1, 0.01):  # the mean is (0 + 0.125) / 2
+      ...     print(k2_within(over_sampler, high=high).apply(scores, batch)[0])
+      [[1. 1.]]
+      [[0. 0.]]
+    """
+    bounds.positive("k2_within: high", high)
+    return _sequence_within(_k2, ratio, high=high, name="k2")
+
+
+@with_formula
+def k3_sum_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
+    """0 for sequences with a k3 estimate of the divergence, the sum of w - 1 - log w, above `high`
+    (veRL's seq_sum_k3; no paper). Reports "rejected/k3_sum". Raises as `k3_within`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-0.5, -1.5])
+      >>> for high in (0.26, 0.25):  # the sum is 0.107 + 0.149
+      ...     print(k3_sum_within(over_sampler, high=high).apply(scores, batch)[0])
+      [[1. 1.]]
+      [[0. 0.]]
+    """
+    bounds.positive("k3_sum_within: high", high)
+    return _sequence_within(_k3, ratio, high=high, name="k3_sum", of_sequence=sequence_sum)
+
+
+@with_formula
+def k2_sum_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
+    """0 for sequences with a k2 estimate of the divergence, the sum of (log w)^2 / 2, above `high`
+    (veRL's seq_sum_k2; no paper). Reports "rejected/k2_sum". Raises as `k3_within`.
+
+    Example:
+      >>> from jaxrl.losses import one_sequence, over_sampler
+      >>> scores, batch = one_sequence(advantages=[1, 1], logprobs=-1, sampler=[-0.5, -1.5])
+      >>> for high in (0.26, 0.24):  # the sum is 0.125 + 0.125
+      ...     print(k2_sum_within(over_sampler, high=high).apply(scores, batch)[0])
+      [[1. 1.]]
+      [[0. 0.]]
+    """
+    bounds.positive("k2_sum_within: high", high)
+    return _sequence_within(_k2, ratio, high=high, name="k2_sum", of_sequence=sequence_sum)
+
+
+def _k2(d: jax.Array) -> jax.Array:
+    return d**2 / 2
+
+
+def _k3(d: jax.Array) -> jax.Array:
+    return jnp.expm1(d) - d
 
 
 @with_formula
@@ -97,16 +156,21 @@ def error_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
     """
     if not high > 1:
         raise ValueError(f"error_within: high={high} must be > 1, the value where w is 1")
-    return _mean_within(lambda d: jnp.exp(jnp.abs(d)), ratio, high=high, name="error")
+    return _sequence_within(lambda d: jnp.exp(jnp.abs(d)), ratio, high=high, name="error")
 
 
-def _mean_within(
-    of: Callable[[jax.Array], jax.Array], ratio: Ratio, *, high: float, name: str
+def _sequence_within(
+    of: Callable[[jax.Array], jax.Array],
+    ratio: Ratio,
+    *,
+    high: float,
+    name: str,
+    of_sequence: Callable[[jax.Array, TokenBatch], jax.Array] = sequence_mean,
 ) -> Weights:
     per_token(ratio, reader=f"{name}_within")
 
     def rejects(d: jax.Array, scores: Scores, batch: TokenBatch) -> jax.Array:
-        return sequence_mean(of(d), batch) > high
+        return of_sequence(of(d), batch) > high
 
     return _rejection(rejects, ratio, name=name)
 

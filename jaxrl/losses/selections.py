@@ -5,36 +5,18 @@ microbatch has other quantiles. Each reports the share of action tokens that it 
 the tokens is rounded down, to at least one token; ties with the last one are selected too.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
-from typing import ParamSpec
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, action_tokens, earlier_actions
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses.algebra import Weights, whole_batch
-from jaxrl.losses.formulas import with_formula
+from jaxrl.losses.algebra import Weights, of_whole_batch
 from jaxrl.losses.scores import Need, Scores, require
 
-P = ParamSpec("P")
 
-
-def _of_whole_batch(make: Callable[P, Weights]) -> Callable[P, Weights]:
-    """Lifts a constructor of weights to weights of the whole batch, which print as its call."""
-    named = with_formula(make)
-
-    @functools.wraps(make)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Weights:
-        weights = named(*args, **kwargs)
-        return dataclasses.replace(whole_batch(weights), formula=repr(weights))
-
-    return wrapper
-
-
-@_of_whole_batch
+@of_whole_batch
 def top_entropy(share: float = 0.2) -> Weights:
     """1 for the share of the batch's tokens at which the learner's entropy is highest, 0 for the
     others, which stay in the denominator (arXiv:2506.01939; TRL's top_entropy_quantile). Reports
@@ -60,7 +42,7 @@ def top_entropy(share: float = 0.2) -> Weights:
     return _selection(chosen, Need.ENTROPY, name="entropy")
 
 
-@_of_whole_batch
+@of_whole_batch
 def top_covariance(share: float = 2e-4) -> Weights:
     """1 for the share of the batch's tokens with the largest (log pi - mean) (A - mean), their part
     in the covariance that lowers the entropy, 0 for the others: the tokens of KL-Cov
@@ -85,7 +67,7 @@ def top_covariance(share: float = 2e-4) -> Weights:
     return _selection(chosen, name="covariance")
 
 
-@_of_whole_batch
+@of_whole_batch
 def without_covariance(share: float = 2e-4, *, low: float = 1.0, high: float = 5.0) -> Weights:
     """0 for some of the tokens whose part in the covariance lies between `low` and `high`, 1 for
     the others: Clip-Cov stops the gradient of a share of the batch's tokens, or of all between the

@@ -7,16 +7,20 @@ from hypothesis import given, settings, strategies as st
 from jaxrl.advantages import (
     batch_relative,
     centred,
+    gpg,
     group_relative,
     leave_one_out,
     leave_one_out_relative,
+    leave_one_out_whitened,
     max_rl,
     pass_at_k,
+    pass_at_k_relative,
     zero_std_groups,
 )
 
 ESTIMATORS = [group_relative, centred, leave_one_out]
 STD = np.std([1, 0, 3, 2, 0.5, 0.5], ddof=1) + 1e-6
+LEFT = np.std([0, -1.5, 3.0, 1.5, 0, 0], ddof=1) + 1e-6  # of the leave-one-out advantages
 NAN = float("nan")
 
 rewards_and_groups = st.lists(
@@ -40,6 +44,13 @@ quick = settings(max_examples=50, derandomize=True, deadline=None, database=None
         (batch_relative, [0, -1 / STD, 0, 1 / STD, 0, 0, 0]),
         (max_rl, [0, -1, 0, 1, 0, 0, 0]),
         (pass_at_k, [0, 0, 3.0, 1, 0, 0, 0]),
+        (pass_at_k_relative, [0, 0, 3.0, 1 / (1 + 1e-6), 0, 0, 0]),
+        # Six rewards are known, three of them in the one group whose rewards differ.
+        (gpg, [0, -2, 0, 2, 0, 0, 0]),
+        (
+            leave_one_out_whitened,
+            [*((np.array([0, -1.5, 3.0, 1.5, 0]) - 0.5) / LEFT), 0, -0.5 / LEFT],
+        ),
     ],
 )
 def test_by_hand(estimator, expected):

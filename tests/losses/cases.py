@@ -20,6 +20,7 @@ from jaxrl.losses import (
     both,
     build,
     clipped,
+    completion_likelihood,
     drift_penalty,
     entropy_bonus,
     error_within,
@@ -29,14 +30,18 @@ from jaxrl.losses import (
     k1,
     k1_plus,
     k2,
+    k2_sum_within,
+    k2_within,
     k3,
     k3_plus,
+    k3_sum_within,
     k3_within,
     kl_penalty,
     likelihood,
     load_balance,
     masked,
     near,
+    normalized,
     objective,
     observation_likelihood,
     off_policy_negatives,
@@ -100,6 +105,9 @@ TERMS: dict[str, TokenLoss] = {
             within(geometric(anchor_over_sampler), low=0.9, high=1.1),
         ),
     ),
+    "k2 within": reweight(reinforce(), k2_within(over_sampler, high=0.05)),
+    "k3 sum within": reweight(reinforce(), k3_sum_within(over_sampler, high=0.2)),
+    "k2 sum within": reweight(reinforce(), k2_sum_within(over_sampler, high=0.2)),
     "k3 within": reweight(reinforce(), k3_within(over_sampler, high=0.05)),
     "veto": reweight(reinforce(), vetoed(over_sampler, low=0.7, high=1.6)),
     "opsm": reweight(reinforce(), off_policy_negatives(over_sampler, delta=0.05)),
@@ -127,6 +135,16 @@ OBJECTIVES: dict[str, Objective] = {
     "positive nll": objective(reinforce(), token_mean) + 0.5 * positive_likelihood(),
     "observation nll": objective(clipped(over_anchor), sequence_mean_token_mean)
     + 0.5 * observation_likelihood(),
+    "completion nll": objective(clipped(over_anchor), sequence_mean_token_mean)
+    + 0.5 * completion_likelihood(),
+    "normalized": objective(
+        normalized(truncated(over_sampler, high=1.1), token_mean) * reinforce(), token_mean
+    ),
+    "normalized sequences": objective(
+        normalized(truncated(product(over_sampler), high=1.1), sequence_mean_token_mean)
+        * reinforce(),
+        sequence_mean_token_mean,
+    ),
     "top entropy": objective(top_entropy(0.5) * reinforce(), token_mean),
     "top covariance": objective(top_covariance(0.5) * drift_penalty(over_sampler), token_mean),
     "without covariance": objective(

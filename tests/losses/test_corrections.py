@@ -11,6 +11,8 @@ from jaxrl.losses import (
     gamma_shaped,
     kl_penalty,
     masked,
+    normalized,
+    objective,
     one_sequence,
     over_anchor,
     over_sampler,
@@ -19,9 +21,12 @@ from jaxrl.losses import (
     reweight,
     sequence,
     shadowed,
+    token_mean,
     truncated,
     unclipped,
 )
+from jaxrl.losses.algebra import Weights
+from jaxrl.losses.from_config import PARTS
 from tests.losses.cases import TERMS
 
 RATIOS = np.array([0.4, 0.9, 1.5, 4.0, np.nan])  # anchor / sampler; the last one is unknown
@@ -52,6 +57,36 @@ def test_weights_multiply_the_loss(weights, expected):
     )
     np.testing.assert_allclose(factors[0], expected, rtol=1e-5)
     np.testing.assert_allclose(weighted, plain * np.array([expected]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["token_tis", "sequence_tis"])
+def test_weights_divided_by_their_mean(name):
+    """In sequences of one token and of three: of tokens each counts once, of sequences each."""
+    scores, batch = case()
+    mask = np.array([[True] * 4 + [False]])
+    batch = batch.replace(segments=np.array([[1, 2, 2, 2, 0]]), action_mask=mask)
+    if name == "token_tis":
+        expected = np.array([0.4, 0.9, 1.5, 2.0])
+        expected = expected / expected.mean()
+    else:
+        expected = np.array([0.4, 2.0, 2.0, 2.0]) / np.mean([0.4, 2.0])
+    weights = PARTS[Weights][f"{name}_normalized"]
+    goal = objective(weights * unclipped(over_anchor), token_mean)
+    scores, metrics = jax.jit(goal.survey)(scores, batch)
+    (found,) = scores.whole.values()
+    np.testing.assert_allclose(found[0, :4], expected, rtol=1e-5)
+    assert metrics["correction/mean"].value > 1  # before the division
+    np.testing.assert_allclose(goal.total(scores, batch)[0], -expected.sum(), rtol=1e-5)
+
+
+def test_weights_of_nothing_are_not_divided():
+    scores, batch = case()
+    goal = objective(
+        normalized(masked(product(anchor_over_sampler), high=2.0), token_mean) * reinforce(),
+        token_mean,
+    )
+    scores, _ = goal.survey(scores, batch)
+    assert float(goal.total(scores, batch)[0]) == 0
 
 
 @pytest.mark.parametrize(("sign", "k", "lam"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])

@@ -4,17 +4,23 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.advantages import centred
 from jaxrl.core.batch import earlier_actions, observed
 from jaxrl.core.metrics import to_floats
 from jaxrl.losses import (
+    Recipe,
+    dft,
     grpo,
     objective,
     observation_likelihood,
     one_sequence,
+    over_sampler,
     positive_likelihood,
+    product,
     reinforce,
     token_mean,
     with_terms,
+    within,
 )
 
 # Two sequences of four tokens: prompt, action, output of a tool, action; the first is right.
@@ -41,6 +47,35 @@ def test_likelihood_is_divided_by_its_tokens():
     value, metrics = loss(objective(reinforce(), token_mean) + 0.1 * observation_likelihood())
     assert value == pytest.approx(policy + 0.1 * (5 + 7) / 2)
     assert metrics["nll/observed"] == 6.0
+
+
+def test_cross_entropy_beside_the_policy_keeps_its_own_count():
+    """The rejection drops the first sequence from the policy's loss and count; cross-entropy counts
+    its tokens all the same."""
+    rejected = within(product(over_sampler), high=2)
+    scores, batch = SCORES.replace(anchor=SCORES.logprobs), BATCH
+    batch = batch.replace(sampler_logprobs=SCORES.logprobs.at[:, :4].add(-1.0))
+    goal = with_terms(
+        Recipe(objective(reinforce(), token_mean), centred), rejection=rejected, nll=0.1
+    ).objective
+    scores, _ = goal.survey(scores, batch)
+    denominator = goal.denominators(batch, scores.whole)[0]
+    total, metrics = jax.jit(goal.total)(scores, batch)
+    assert float(denominator) == 2
+    assert float(total / denominator) == pytest.approx((2 + 2) / 2 + 0.1 * (1 + 2 + 3 + 4) / 4)
+    assert to_floats(metrics)["nll/completion"] == 2.5
+
+
+def test_dynamic_fine_tuning_weights_a_token_by_its_probability():
+    with jax.enable_x64(True):
+        scores, batch = one_sequence(advantages=[0.0] * 3, logprobs=[-0.1, -1.0, -4.0])
+        value = dft().apply(scores, batch)[0]
+        gradient = jax.grad(lambda lp: dft().apply(scores.replace(logprobs=lp), batch)[0].sum())(
+            scores.logprobs
+        )
+    logp = np.array([-0.1, -1.0, -4.0])
+    np.testing.assert_allclose(value[0], -np.exp(logp) * logp, rtol=1e-6)
+    np.testing.assert_allclose(gradient[0], -np.exp(logp), rtol=1e-6)
 
 
 def test_likelihood_is_independent_of_aggregation():

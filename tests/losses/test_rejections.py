@@ -12,9 +12,13 @@ from jaxrl.losses import (
     clipped,
     error_within,
     geometric,
+    k2_sum_within,
+    k2_within,
+    k3_sum_within,
     k3_within,
     masked,
     near,
+    objective,
     off_policy_negatives,
     one_sequence,
     over_anchor,
@@ -25,6 +29,7 @@ from jaxrl.losses import (
     reinforce,
     reweight,
     sequence,
+    token_mean,
     total_variation,
     truncated,
     trust_region,
@@ -41,12 +46,14 @@ def applied(weights, *, ratios=RATIOS, advantages=None, **scores):
     ratios = np.asarray(ratios, float)
     advantages = np.ones(len(ratios)) if advantages is None else advantages
     given = {"logprobs": -2.0, "anchor": -2.0, "sampler": -2.0 - np.log(ratios), **scores}
-    factors, metrics = jax.jit(weights.apply)(*one_sequence(advantages=advantages, **given))
+    scores, batch = one_sequence(advantages=advantages, **given)
+    scores, _ = objective(weights * reinforce(), token_mean).survey(scores, batch)
+    factors, metrics = jax.jit(weights.apply)(scores, batch)
     return np.asarray(factors[0]), to_floats(metrics)
 
 
 K3 = np.mean(np.array([0.4, 0.9, 1.5, 4.0, 1.0]) - 1 - np.log([0.4, 0.9, 1.5, 4.0, 1.0]))
-
+K2 = np.mean(np.log([0.4, 0.9, 1.5, 4.0, 1.0]) ** 2 / 2)
 ERROR = np.mean([2.5, 1 / 0.9, 1.5, 4.0, 1.0])
 
 
@@ -60,6 +67,12 @@ ERROR = np.mean([2.5, 1 / 0.9, 1.5, 4.0, 1.0])
         (within(geometric(over_sampler), low=0.9, high=1.16), [0] * 5),
         (k3_within(over_sampler, high=K3 + 1e-3), [1] * 5),
         (k3_within(over_sampler, high=K3 - 1e-3), [0] * 5),
+        (k2_within(over_sampler, high=K2 + 1e-3), [1] * 5),
+        (k2_within(over_sampler, high=K2 - 1e-3), [0] * 5),
+        (k3_sum_within(over_sampler, high=5 * K3 + 1e-3), [1] * 5),
+        (k3_sum_within(over_sampler, high=5 * K3 - 1e-3), [0] * 5),
+        (k2_sum_within(over_sampler, high=5 * K2 + 1e-3), [1] * 5),
+        (k2_sum_within(over_sampler, high=5 * K2 - 1e-3), [0] * 5),
         (error_within(over_sampler, high=ERROR + 1e-3), [1] * 5),
         (error_within(over_sampler, high=ERROR - 1e-3), [0] * 5),
         (vetoed(over_sampler, low=0.41), [0] * 5),

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxrl.losses import clipped_value_loss, objective, one_sequence, ppo, token_mean, value_loss
+from jaxrl.losses import (
+    clipped_value_loss,
+    objective,
+    one_sequence,
+    ppo,
+    token_mean,
+    value_loss,
+    vapo,
+)
 
 # Old value 1, clip .2: values inside and on both sides of [.8, 1.2], targets above and below.
 VALUES = np.array([1.1, 1.5, 1.5, 0.5, 0.5, 1.3])
@@ -28,6 +36,30 @@ def test_gradient_is_numerical_and_clipped():
         check_grads(loss, (jnp.asarray(VALUES),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
         gradient = jax.grad(loss)(jnp.asarray(VALUES))
     np.testing.assert_allclose(gradient, [-0.9, 0, 1.5, 0, -1.5, 0], atol=1e-6)
+
+
+def test_huber_is_linear_beyond_its_distance():
+    """Errors .9, .5 (clipped .8), 1.5, .5 (.8), 1.5 and .3 (clipped .1), the larger one counts."""
+    far = np.array([0.9, 0.8, 1.5, 0.8, 1.5, 0.1])
+    expected = np.where(far < 0.85, 0.5 * far**2, 0.85 * (far - 0.5 * 0.85))
+    given = (jnp.asarray(VALUES), jnp.ones(6), jnp.asarray(RETURNS))
+    found = clipped_value_loss(*given, clip=0.2, huber=0.85)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    quadratic = clipped_value_loss(*given, clip=0.2, huber=10.0)
+    np.testing.assert_allclose(quadratic, EXPECTED, rtol=1e-5)
+    with jax.enable_x64(True):
+        old, returns = jnp.ones(6), jnp.asarray(RETURNS)
+        loss = jax.jit(lambda v: jnp.sum(clipped_value_loss(v, old, returns, clip=0.2, huber=0.85)))
+        check_grads(loss, (jnp.asarray(VALUES),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+        gradient = jax.grad(loss)(jnp.asarray(VALUES))
+    np.testing.assert_allclose(gradient, [-0.85, 0, 0.85, 0, -0.85, 0], atol=1e-6)
+
+
+def test_recipes_pass_the_huber_distance_to_their_critic():
+    for recipe in (ppo(value_huber=10.0), vapo(value_huber=10.0)):
+        assert repr(value_loss(clip=0.2, huber=10.0)) in repr(recipe.critic)
+    with pytest.raises(ValueError, match="huber=0"):
+        ppo(value_huber=0)
 
 
 def judged(**arrays):

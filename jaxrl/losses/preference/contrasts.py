@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl.losses import bounds
 from jaxrl.losses.formulas import with_formula
-from jaxrl.losses.preference.pairs import PairLoss, ScoredPair
+from jaxrl.losses.preference.pairs import PairLoss, ScoredCompletion, ScoredPair
 
 
 @with_formula
@@ -101,10 +101,10 @@ def rpo(*, beta: float = 0.1, nll: float = 1.0) -> PairLoss:
     bounds.not_negative("nll", nll)
     dpo = sigmoid(beta=beta)
 
-    def apply(x: ScoredPair) -> jax.Array:
-        return dpo.apply(x) - nll * x.chosen.learner / x.chosen.tokens
+    def likelihood(completion: ScoredCompletion) -> jax.Array:
+        return nll * completion.learner / completion.tokens
 
-    return PairLoss(beta, apply)
+    return PairLoss(beta, lambda x: dpo.apply(x) - likelihood(x.chosen))
 
 
 @with_formula

@@ -1,5 +1,6 @@
 from .baselines import (
     gdpo as gdpo,
+    gpg as gpg,
     max_rl as max_rl,
     opo as opo,
     pass_at_k as pass_at_k,

@@ -125,6 +125,25 @@ def opo(*, ratio: Ratio = on_policy) -> Recipe:
     return Recipe(objective(unclipped(ratio), token_mean), advantages.opo)
 
 
+def gpg(*, ratio: Ratio = on_policy) -> Recipe:
+    """GPG (arXiv:2504.02546): the policy gradient without a clip, a reference or a critic; groups
+    without a gradient do not shrink the batch's.
+
+    Formula:
+      token mean of -r A
+      A = alpha (reward - mean of the group)
+      alpha = completions / completions in groups with different rewards
+
+    Args:
+      ratio: the policies that are compared; on_policy, r = 1, is REINFORCE.
+
+    Example:
+      >>> gpg()
+      Recipe(objective(unclipped(on_policy), token_mean), gpg)
+    """
+    return Recipe(objective(unclipped(ratio), token_mean), advantages.gpg)
+
+
 def pass_at_k(
     *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Ratio = over_sampler
 ) -> Recipe:
@@ -183,6 +202,7 @@ def ppo(
     lam: float = 0.95,
     value_clip: float = 0.2,
     value_lam: float | None = None,
+    value_huber: float | None = None,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
     """PPO (arXiv:1707.06347): a critic predicts the reward of a completion at each token. The table
@@ -200,6 +220,8 @@ def ppo(
       value_clip: largest change of a value, per rollout, that pays.
       value_lam: lam of the critic's returns; the same as `lam` by default. With 1 the critic learns
         from the rewards alone, so it may start untrained (VC-PPO, arXiv:2503.01491).
+      value_huber: distance of a value to its return beyond which the critic's loss is linear (10
+        in AReaL); none by default.
 
     Example:
       >>> ppo()
@@ -217,7 +239,7 @@ def ppo(
     return Recipe(
         objective(policy, token_mean),
         functools.partial(advantages.generalized, gamma=gamma, lam=lam),
-        critic=_critic(value_clip=value_clip, gamma=gamma, lam=value_lam),
+        critic=_critic(value_clip=value_clip, huber=value_huber, gamma=gamma, lam=value_lam),
     )
 
 
@@ -228,6 +250,7 @@ def vapo(
     alpha: float = 0.05,
     positive_nll: float = 0.1,
     value_clip: float = 0.2,
+    value_huber: float | None = None,
     ratio: Ratio = over_sampler,
 ) -> Recipe:
     """VAPO (arXiv:2504.05118): PPO with a lam that grows with the length of the completion, a
@@ -244,6 +267,8 @@ def vapo(
       alpha: the surprises to come add up to alpha x length.
       positive_nll: coefficient of the likelihood.
       value_clip: largest change of a value, per rollout, that pays.
+      value_huber: distance of a value to its return beyond which the critic's loss is linear (10
+        in AReaL); none by default.
 
     Example:
       >>> vapo()
@@ -261,10 +286,10 @@ def vapo(
     return Recipe(
         objective(policy, token_mean) + positive_nll * positive_likelihood(),
         functools.partial(advantages.length_adaptive, alpha=alpha),
-        critic=_critic(value_clip=value_clip, gamma=1.0, lam=1.0),
+        critic=_critic(value_clip=value_clip, huber=value_huber, gamma=1.0, lam=1.0),
     )
 
 
-def _critic(*, value_clip: float, gamma: float, lam: float) -> Critic:
+def _critic(*, value_clip: float, huber: float | None, gamma: float, lam: float) -> Critic:
     returns = functools.partial(advantages.lambda_returns, gamma=gamma, lam=lam)
-    return Critic(objective(value_loss(clip=value_clip), token_mean), returns)
+    return Critic(objective(value_loss(clip=value_clip, huber=huber), token_mean), returns)

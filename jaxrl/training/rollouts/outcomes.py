@@ -13,7 +13,7 @@ from jaxrl.builders.task import ENVIRONMENT
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Rollout, count_bucket
-from jaxrl.losses import k1
+from jaxrl.losses import KLEstimator, k1, k2, k3
 from jaxrl.training.timing import Numbers
 
 LogProbs = Sequence[np.ndarray]
@@ -54,7 +54,11 @@ def shaped_outcomes(
     if c.kl:
         learner, reference = logprobs()
         penalties = kl_penalties(
-            learner=learner, reference=reference, masks=masks, coefficient=c.kl
+            learner=learner,
+            reference=reference,
+            masks=masks,
+            coefficient=c.kl,
+            estimator={"k1": k1, "k2": k2, "k3": k3}[c.kl_estimator],
         )
         paid = np.array([p.sum() for p in penalties])
         rewards = rewards - paid
@@ -90,7 +94,12 @@ def add_teacher(
 
 
 def kl_penalties(
-    *, learner: LogProbs, reference: LogProbs, masks: Sequence[np.ndarray], coefficient: float
+    *,
+    learner: LogProbs,
+    reference: LogProbs,
+    masks: Sequence[np.ndarray],
+    coefficient: float,
+    estimator: KLEstimator,
 ) -> list[np.ndarray]:
     """Computes f64[C] for each rollout: coefficient x the estimated divergence of the learner from
     the reference at each token that the policy chose, 0 at the others."""
@@ -100,6 +109,6 @@ def kl_penalties(
     # Padded to a size that recurs: each new size compiles again, and lengths differ every step.
     apart = np.zeros(count_bucket(len(chosen), multiple=1024), np.float32)
     apart[: len(chosen)] = there - here
-    estimates = np.asarray(k1(jnp.asarray(apart)), float)[: len(chosen)]
+    estimates = np.asarray(estimator(jnp.asarray(apart)), float)[: len(chosen)]
     ends = np.cumsum([len(mask) for mask in masks])[:-1]
     return np.split(np.where(chosen, coefficient * estimates, 0.0), ends)

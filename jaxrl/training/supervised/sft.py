@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: token cross-entropy over completion tokens, packed."""
+"""Supervised fine-tuning: cross-entropy, or another loss, over completion tokens, packed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from jaxrl.data import (
 )
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
-from jaxrl.losses import cross_entropy, objective, token_mean
+from jaxrl.losses import cross_entropy, dft, objective, token_mean
 from jaxrl.training.supervised.fit import (
     FitResult,
     Task,
@@ -54,6 +54,8 @@ def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
     setup = set_up(config, checkpoint)
     shape = supervised_shape(config, layout=setup.layout)
 
+    loss = dft() if config.loss.name == "dft" else cross_entropy()
+
     def pack(sequences: Sequence[Rollout]) -> Minibatch:
         return pack_minibatch(sequences, [0.0] * len(sequences), shape=shape)
 
@@ -62,7 +64,7 @@ def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
         setup=setup,
         learner=make_learner(
             setup.model,
-            objective(cross_entropy(), token_mean),
+            objective(loss, token_mean),
             optimizer=setup.optimizer.transformation,
             precision=config.precision,
             param_shardings=setup.param_shardings,
