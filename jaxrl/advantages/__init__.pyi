@@ -1,6 +1,7 @@
 from .baselines import (
     gdpo as gdpo,
     opo as opo,
+    optimal_token_baseline as optimal_token_baseline,
     reinforce_pp as reinforce_pp,
     reinforce_pp_baseline as reinforce_pp_baseline,
     remax as remax,

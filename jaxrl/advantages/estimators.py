@@ -3,6 +3,7 @@
 from jaxrl.advantages.baselines import (
     gdpo,
     opo,
+    optimal_token_baseline,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -32,6 +33,7 @@ __all__ = [
     "leave_one_out_whitened",
     "max_rl",
     "opo",
+    "optimal_token_baseline",
     "pass_at_k",
     "pass_at_k_relative",
     "reinforce_pp",

@@ -19,6 +19,13 @@ def _no_greedy() -> np.ndarray:
     )
 
 
+def _no_energies() -> Sequence[np.ndarray]:
+    raise ValueError(
+        "the estimator asks for the energies of tokens, and outcomes.energies is not set: give "
+        "Outcomes a function energies() that returns f[C] for each completion"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
     """N completions and their rewards.
@@ -36,6 +43,8 @@ class Outcomes:
       turns: for each completion the begin and end of each turn, and the environment's reward for it
         (`rewards` has their sum); None if completions have a single turn.
       greedy: () -> f64[N], the reward of each prompt's greedy completion, sampled on demand.
+      energies: () -> for each completion f[C], the squared norm of the gradient of each token's
+        log-prob by the logits, computed on demand (`Learner.energies`).
 
     Example:
       >>> masks = [np.array([True, True, False, True])]
@@ -53,6 +62,7 @@ class Outcomes:
     values: Sequence[np.ndarray] | None = None
     turns: Sequence[Sequence[tuple[int, int, float]]] | None = None
     greedy: Callable[[], np.ndarray] = _no_greedy
+    energies: Callable[[], Sequence[np.ndarray]] = _no_energies
 
     @property
     def lengths(self) -> np.ndarray:

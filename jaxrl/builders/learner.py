@@ -93,6 +93,7 @@ def open_learning(
         learner=pure._replace(
             score=compiled(pure.score),
             shadow_scores=compiled(pure.shadow_scores),
+            energies=compiled(pure.energies),
             step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),
         learning_rate=learning_rate,

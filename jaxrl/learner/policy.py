@@ -43,6 +43,8 @@ class Learner(NamedTuple):
         the router's own.
       shadow_scores: (params, minibatch) -> (log-probs as `score`, but of the published weights in
         the sampler's dtypes; entropies of the same distributions in nats), each f32[N, T].
+      energies: (params, minibatch) -> f32[N, T], the squared norm of the gradient of each token's
+        log-prob by the logits: 1 - 2 p + sum of p^2 over the vocabulary. 0 at other tokens.
       step: (state, minibatch) -> (state, metrics). If the objective weights the whole batch, a
         forward pass computes the weights first. Returns the metrics of the objective,
         `losses.mismatch` and `Update.step`.
@@ -51,6 +53,7 @@ class Learner(NamedTuple):
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
     score: Callable[[Params, Minibatch], jax.Array]
     shadow_scores: Callable[[Params, Minibatch], tuple[jax.Array, jax.Array]]
+    energies: Callable[[Params, Minibatch], jax.Array]
     step: Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
 
 
@@ -95,6 +98,11 @@ def make_learner(
     with_entropy = by_microbatch(functools.partial(_forward, entropy, model, precision=sampled))
     forward = by_microbatch(functools.partial(_forward, survey_needs, model, precision=precision))
     score = make_score(model, precision=precision, param_shardings=param_shardings)
+    energies = make_forward(
+        functools.partial(_energies, model, precision=precision),
+        precision=precision,
+        param_shardings=param_shardings,
+    )
     update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 
     def published(params: Params) -> Params:
@@ -123,7 +131,7 @@ def make_learner(
         state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
         return state, before | metrics
 
-    return Learner(update.init, score, shadow_scores, step)
+    return Learner(update.init, score, shadow_scores, energies, step)
 
 
 def _total(
@@ -208,6 +216,19 @@ def _logprobs(
 ) -> jax.Array:
     """Computes the log-probs of the action tokens alone, f32[B, T]."""
     return _forward(frozenset(), model, weights, batch, precision=precision).logprobs
+
+
+def _energies(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> jax.Array:
+    """Computes `Learner.energies`. Half the temperature squares the odds, so twice a token's
+    log-prob minus its log-prob there is the log of the sum of squared probabilities."""
+    sharper = model._replace(temperature=model.temperature / 2)
+    logp, squared = (
+        _logprobs(one, weights, batch, precision=precision) for one in (model, sharper)
+    )
+    collision = jnp.exp(jnp.minimum(2 * logp - squared, 0))
+    return jnp.where(batch.action_mask, 1 - 2 * jnp.exp(logp) + collision, 0)
 
 
 def _check(minibatch: Minibatch, params: Any, needs: frozenset[Need]) -> None:

@@ -72,6 +72,9 @@ def compute_advantages(
         logprobs=logprobs,
         greedy=lambda: run.hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
     )
+    outcomes = dataclasses.replace(
+        outcomes, energies=lambda: by_token(functools.partial(learning.learner.energies, policy))
+    )
     values = returns = None
     if learning.critic is not None and recipe.critic is not None:
         values = by_token(functools.partial(learning.critic.values, state))

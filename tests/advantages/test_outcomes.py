@@ -35,6 +35,30 @@ def test_opo_weighs_by_length():
     np.testing.assert_allclose(estimate(advantages.opo, outcomes()), [0.75, -0.25, -1, 1, 0])
 
 
+def test_optimal_token_baseline_by_hand():
+    """Group 7 has answers of three and of two chosen tokens, a tool's output within the first, and
+    one that failed; group 3 has a single answer."""
+    masks = [np.array([1, 1, 0, 1], bool), np.ones(2, bool), np.ones(2, bool), np.ones(2, bool)]
+    energies = [np.array([0.2, 0.4, 9.0, 0.6]), np.array([0.8, 0.1]), np.full(2, 5.0), np.ones(2)]
+    penalties = [np.array([0.1, 0.0, 9.0, 0.0]), np.zeros(2), np.zeros(2), np.zeros(2)]
+    given = Outcomes(
+        rewards=np.array([0.9, 0.0, NAN, 3.0]),
+        groups=np.array([7, 7, 7, 3]),
+        action_masks=masks,
+        penalties=penalties,
+        energies=lambda: energies,
+    )
+    found = estimate(advantages.optimal_token_baseline, given)
+    # Rewards to come are .9, 1, 1 and 0, 0; energies so far .2, .6, 1.2 and .8, .9.
+    first, second = 0.9 * 0.2 / (0.2 + 0.8), 1.0 * 0.6 / (0.6 + 0.9)
+    np.testing.assert_allclose(found[0], [0.9 - first, 1.0 - second, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [-first, -second], rtol=1e-6)
+    np.testing.assert_array_equal(found[2], [0, 0])
+    np.testing.assert_array_equal(found[3], [3.0, 3.0])
+    with pytest.raises(ValueError, match="energies"):
+        estimate(advantages.optimal_token_baseline, outcomes())
+
+
 def test_remax_compares_with_the_greedy_answer():
     greedy = np.array([0.5, 0.5, 1.0, 1.0, 1.0])
     found = estimate(advantages.remax, outcomes(greedy=lambda: greedy))

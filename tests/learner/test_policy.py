@@ -146,6 +146,22 @@ def test_a_step_traces_its_loss_once():
     assert len(traced) == 1
 
 
+def test_energies_are_squared_norms_of_gradients_by_the_logits():
+    one, params, batch = learner(temperature=0.7), tiny.params(), minibatch(rows_per_microbatch=4)
+    found = np.asarray(jax.jit(one.energies)(params, batch))
+    model, rows = decoder(tiny.CONFIG), batch.batch
+    hidden = model.hidden_of(params, rows, precision=FP32)
+    logits = np.asarray(hidden @ model.unembedding(params).T / 0.7, np.float64)[:, :-1]
+    p = np.exp(logits - logits.max(axis=2, keepdims=True))
+    p /= p.sum(axis=2, keepdims=True)
+    chosen = np.eye(p.shape[2])[np.asarray(rows.tokens)[:, 1:]]
+    expected = ((chosen - p) ** 2).sum(axis=2)  # d log p / d logits = one-hot - p
+    mask = np.asarray(rows.action_mask)
+    np.testing.assert_allclose(found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4)
+    assert not found[~mask].any()
+    assert mask.any()
+
+
 def test_score_equals_the_steps_logprob():
     one = learner(temperature=0.7)
     batch = minibatch(rows_per_microbatch=2)

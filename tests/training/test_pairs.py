@@ -23,6 +23,7 @@ from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS
 from jaxrl.data.rows import Row
 from jaxrl.learner.reward_model import make_ranker
+from jaxrl.losses import preference
 from jaxrl.models.model import decoder
 from jaxrl.models.scorer import sequence_scores
 from jaxrl.tracking.tracker import read_metrics
@@ -31,6 +32,10 @@ from jaxrl.training.supervised.dpo import load_loss
 from jaxrl.training.supervised.pairs import load_pairs, pack_pairs, tokenize
 from tests import tiny
 
+PARTS_OF_LOSSES = {
+    *("PairLoss", "ScoredCompletion", "ScoredPair", "bradley_terry", "pair_count", "pair_mean"),
+    *("pairs_there", "pairwise", "ranked", "split_pairs"),
+}
 ROW_LENGTH = 56  # two pairs of the material
 
 
@@ -363,7 +368,10 @@ def test_losses_by_name():
         load_loss(given(("loss.name", "hinge"), ("loss.label_smoothing", "0.1")))
     with pytest.raises(ValueError, match=r"loss\.beta = 'x': expected float"):
         load_loss(given(("loss.beta", "x")))
-    for name in ("sigmoid", "hinge", "ipo", "ipo_summed"):
+    losses = set(preference.__all__) - PARTS_OF_LOSSES
+    assert len(losses) == 20
+    for name in losses:
+        assert load_loss(given(("loss.name", name), ("loss.beta", "0.3"))).beta == 0.3
         for beta in ("-1.0", "0"):
             with pytest.raises(ValueError, match=rf"beta={beta} must be > 0"):
                 load_loss(given(("loss.name", name), ("loss.beta", beta)))

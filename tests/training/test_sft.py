@@ -170,6 +170,13 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     assert tokenizer.decode([3]) == "<|user|>"
 
 
+def test_dynamic_fine_tuning_by_config(material, tmp_path):
+    """-p log p is at most 1 / e; cross-entropy begins above 3."""
+    sft.finetune(config(material, tmp_path, **{"loss.name": "dft", "train.steps": "1"}))
+    (loss,) = [e["loss"] for e in read_metrics(tmp_path / "metrics.jsonl")]
+    assert 0 < loss < np.exp(-1)
+
+
 def test_run_directory_is_locked(material, tmp_path):
     run_dir = tmp_path / "run"
     with lock(run_dir, Hosts()), pytest.raises(ResumeError, match="another program trains in"):
