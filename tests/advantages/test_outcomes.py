@@ -148,6 +148,7 @@ def test_what_every_estimator_makes_of_hard_cases(name):
         groups=(0, 1, 1, 1, 2, 2, 5),
         lengths=(0, 2, 1, 3, 1, 1, 2),
         greedy=lambda: np.zeros(7),
+        energies=lambda: [np.linspace(0.1, i, n) for i, n in enumerate((0, 2, 1, 3, 1, 1, 2))],
         components={"one": np.array([1.0, 0.5, 0.5, NAN, 0.0, 0.0, NAN])},
         weights={"one": 1.0},
     )
@@ -163,6 +164,7 @@ def test_what_every_estimator_makes_of_hard_cases(name):
         groups=case.groups[order],
         action_masks=[case.action_masks[i] for i in order],
         greedy=case.greedy,
+        energies=lambda: [case.energies()[i] for i in order],
         components={"one": case.components["one"][order]},
         weights=case.weights,
     )

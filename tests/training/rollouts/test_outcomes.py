@@ -145,3 +145,24 @@ def test_run_with_all_shaping(material, tmp_path):  # noqa: F811
     assert second["entropy/coefficient"] == pytest.approx(0.015)
     assert first["kl/coefficient"] == pytest.approx(0.01)
     assert second["kl/coefficient"] == pytest.approx(0.0098)
+
+
+def test_run_with_a_baseline_for_each_token(material, tmp_path):  # noqa: F811
+    """The energies of tokens come from the policy; weights of the whole batch, and k3 as penalty,
+    which is never a gift."""
+    changes = {
+        "loss.ratio": "over_anchor",
+        "loss.advantage": "optimal_token_baseline",
+        "loss.correction": "token_tis_normalized + k2_mask",
+        "loss.rejection": "k3_sum_mask",
+        "loss.nll": "0.1",
+        "reward.path": "exact_match",
+        "reward.kl": "0.1",
+        "reward.kl_estimator": "k3",
+        "data.path": str(material / "questions.jsonl"),
+    }
+    train.train(small_config(material, tmp_path / "run", **changes))
+    found = [e for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in e]
+    assert found[-1]["reward/kl"] < 0
+    assert all(entry["nll/completion"] > 0 for entry in found)
+    assert all(entry["correction/mean"] == pytest.approx(1, abs=0.1) for entry in found)
