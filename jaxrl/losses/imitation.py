@@ -135,8 +135,8 @@ def dft() -> TokenLoss:
     Example:
       >>> from jaxrl.losses import objective, one_sequence, token_mean
       >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -3])
-      >>> print(dft().apply(scores, batch)[0].round(3))
-      [[0.368 0.149]]
+      >>> print(dft().apply(scores, batch)[0])  # e^-1 and 3 e^-3
+      [[0.36787945 0.14936121]]
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:

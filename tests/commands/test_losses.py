@@ -27,7 +27,6 @@ from jaxrl.losses import (
     over_sampler,
     recipes,
     reinforce,
-    reweight,
     token_mean,
     value_loss,
 )
@@ -111,13 +110,13 @@ def test_every_loss_metric_is_documented():
     sequences = random_sequences(0)
     scores, batch = lay_out(sequences, [[i] for i in range(len(sequences))])
     losses = [*TERMS.values()]
-    losses += [reweight(reinforce(), weights) for weights in PARTS[Weights].values()]
     losses += [clipped(over_sampler, dual=2.0, cap=2.0), value_loss()]
     scores, batch = (
         scores.replace(values=scores.anchor),
         batch.replace(values=batch.advantages, returns=batch.advantages),
     )
     goals = [*OBJECTIVES.values(), *(recipe.objective for recipe in RECIPES.values())]
+    goals += [objective(weights * reinforce(), token_mean) for weights in PARTS[Weights].values()]
 
     def metrics():
         found = [loss.apply(scores, batch)[1] for loss in losses]
