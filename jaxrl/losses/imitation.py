@@ -133,10 +133,10 @@ def dft() -> TokenLoss:
     1 / p, and the factor takes this weight back.
 
     Example:
-      >>> from jaxrl.losses import objective, one_sequence, token_mean
-      >>> scores, batch = one_sequence(advantages=[0, 0], logprobs=[-1, -3])
-      >>> print(dft().apply(scores, batch)[0])  # e^-1 and 3 e^-3
-      [[0.36787945 0.14936121]]
+      >>> from jaxrl.losses import one_sequence
+      >>> scores, batch = one_sequence(advantages=[0], logprobs=-2)
+      >>> f"{dft().apply(scores, batch)[0].item():.3f}"  # 2 e^-2
+      '0.271'
     """
 
     def apply(scores: Scores, batch: TokenBatch) -> tuple[jax.Array, Metrics]:
