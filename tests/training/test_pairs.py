@@ -239,6 +239,13 @@ def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     assert not huggingface.Checkpoint(tmp_path / "model").config.scored
 
 
+@pytest.mark.parametrize("loss", ["bco", "aot_unpaired"])
+def test_losses_of_the_whole_batch_learn_too(loss, model, material, tmp_path, capsys):
+    argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
+    assert main(["dpo", *argv, "--loss", loss, "--loss.beta", "0.5"]) == 0
+    assert "held-out pairs ranked correctly: 0.0 % -> 100.0 %" in capsys.readouterr().out
+
+
 def state(run_dir, step):
     with StandardCheckpointer() as reader:
         return reader.restore(run_dir / "checkpoints" / str(step) / "state")
