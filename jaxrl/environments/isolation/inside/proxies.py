@@ -62,6 +62,10 @@ class Proxy(metaclass=ProxyClass):
     def __delattr__(self, name: str) -> None:
         type(self)._jaxrl_peer.ask("delattr", self, name)
 
+    def __mro_entries__(self, _: tuple[Any, ...]) -> Any:
+        # Without it, `class T(proxy)` in the tests would be whatever the other side makes of it.
+        raise TypeError(f"an object of {type(self).__name__} is not a class")
+
     def __exit__(self, *_: Any) -> None:
         type(self)._jaxrl_peer.ask("exit", self)
 

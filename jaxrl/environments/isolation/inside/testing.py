@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import os
 import sys
 import types
 
 from .peer import Peer
+from .proxies import Proxy
 
 TYPE_CHECKING = False  # importing typing takes time at every start
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ def run_tests(source: bytes, pipes: list[int], control: int) -> NoReturn:
         own, theirs = split_names(tree)
         for name in own:
             setattr(module, name, importlib.import_module(name))
-        offered = peer.ask("names", theirs)
-        # Only the requested names: the code's process could also offer its own `abs`.
+        # A copy of the list, because an answer may change it. Only the requested names are taken:
+        # the code's process could also offer its own `abs`.
+        offered = peer.ask("names", [*theirs])
         vars(module).update((name, offered[name]) for name in theirs if name in offered)
         exec(compile(tree, "tests.py", "exec"), vars(module))
     except SystemExit as end:
@@ -81,6 +84,23 @@ class _TestPeer(Peer):
         self._control = control
         self._answering = 0
 
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            found = super().ask(operation, *arguments, **keywords)
+        except (StopIteration, StopAsyncIteration) as stop:
+            if operation == "next" and isinstance(stop, StopIteration):
+                raise
+            # It would end a loop of the tests, such as the one of `all(map(...))`, before a check.
+            raise RuntimeError(f"the code raised {type(stop).__name__}") from None
+        if operation == "names":
+            for value in found.values():
+                _check_class(value)
+        if operation == "getattr":
+            _check_class(found)
+            if arguments[1] in ("send", "throw") and isinstance(found, Proxy):
+                return functools.partial(super().ask, "call", found)  # as `next`, it may stop
+        return found
+
     def refuse(self, reason: str) -> None:
         # The code must not be able to cause this outcome instead of a failure.
         if not self._answering:
@@ -119,6 +139,13 @@ class _TestPeer(Peer):
             super()._answer(message)
         finally:
             self._answering -= 1
+
+
+def _check_class(value: Any) -> None:
+    """Raises TypeError for a class, or one in a tuple, that catches the tests' AssertionErrors."""
+    for kind in value if isinstance(value, tuple) else (value,):
+        if isinstance(kind, type) and kind is not object and issubclass(AssertionError, kind):
+            raise TypeError(f"{kind.__name__} is not an exception of the code's own")
 
 
 def _is_iterator(value: Any) -> bool:
