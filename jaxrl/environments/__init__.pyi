@@ -33,12 +33,12 @@ from .rewards.builtin import (
     boxed_format as boxed_format,
     brevity as brevity,
     exact_match as exact_match,
-    final_number as final_number,
     hash_format as hash_format,
     math_verify as math_verify,
     numeric_match as numeric_match,
     python_tests as python_tests,
 )
+from .rewards.numbers import final_number as final_number
 from .rewards.score import (
     Reward as Reward,
     RewardScores as RewardScores,

@@ -11,11 +11,11 @@ from jaxrl.environments.rewards import mathematics
 from jaxrl.environments.rewards.builtin import (
     boxed_format,
     exact_match,
-    final_number,
     hash_format,
     math_verify,
     numeric_match,
 )
+from jaxrl.environments.rewards.numbers import final_number
 from jaxrl.environments.rewards.score import load_rewards, score
 
 
@@ -51,7 +51,7 @@ def test_final_number_reads_every_notation(number, text):
 
 
 def test_reference_without_number_is_an_error():
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="'forty-two' is not a number"):
         numeric_match("42", {"answer": "forty-two"})
 
 

@@ -7,14 +7,11 @@ function as `file.py:function`.
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any
 
 from jaxrl.environments.isolation.calls import uses_processes
 from jaxrl.environments.isolation.sandbox import run_tests
-from jaxrl.environments.rewards import mathematics
-
-_NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
+from jaxrl.environments.rewards import mathematics, numbers
 
 
 def exact_match(completion: str, example: Mapping[str, Any]) -> float:
@@ -25,17 +22,23 @@ def exact_match(completion: str, example: Mapping[str, Any]) -> float:
 def numeric_match(completion: str, example: Mapping[str, Any]) -> float:
     r"""Returns 1 if the completion's final number equals the answer's; else 0.
 
-    The final number is the one after the last `####` (GSM8K), else the one in the last \boxed{},
-    else the last one in the text. Thousands separators and currency signs are ignored: `$1,000.00`
-    equals `1000`. Raises ValueError if the reference answer contains no number.
+    The final number is the one after the last `####` (GSM8K), else the content of the last
+    \boxed{}, else the last number in the text. Fractions, powers of ten, separators of thousands
+    and each minus sign are read: `\frac{1}{2}` equals `.5`, and `1{,}000` equals `$1,000.00`. Units
+    and percent signs are ignored. A box that holds anything but a number, such as
+    `\boxed{2\sqrt{3}}` or `\boxed{0,5}`, has none; `math_verify` reads expressions.
+
+    Raises:
+      ValueError: if the reference answer is not plainly one number.
     """
-    expected = final_number(str(example["answer"]))
+    expected = numbers.reference_number(str(example["answer"]))
     if expected is None:
         raise ValueError(
-            f"numeric_match: the reference answer {example['answer']!r} has no number; use another "
-            "reward or data.answer_key"
+            f"numeric_match: the reference answer {example['answer']!r} is not a number; expected "
+            "one such as 1,000, -1/2 or \\boxed{\\frac{1}{2}}; use the reward math_verify for "
+            "other expressions, exact_match for texts, or another data.answer_key"
         )
-    return float(final_number(completion) == expected)
+    return float(numbers.final_number(completion) == expected)
 
 
 @uses_processes
@@ -58,14 +61,14 @@ def math_verify(completion: str, example: Mapping[str, Any]) -> float:
 
 def boxed_format(completion: str, example: Mapping[str, Any]) -> float:
     r"""Returns 1 if the completion contains exactly one \boxed{...}; else 0."""
-    return float(len(re.findall(r"\\boxed\{[^{}]+\}", completion)) == 1)
+    return float(len([box for box in numbers.boxes(completion) if box]) == 1)
 
 
 def hash_format(completion: str, example: Mapping[str, Any]) -> float:
     """Returns 1 if the completion's last line is `#### number`; else 0."""
     lines = completion.strip().splitlines()
     marked = re.fullmatch(r"####\s*(.+)", lines[-1].strip()) if lines else None
-    return float(marked is not None and _NUMBER.fullmatch(marked[1].strip()) is not None)
+    return float(marked is not None and numbers.bare_number(marked[1]) is not None)
 
 
 @uses_processes
@@ -86,13 +89,3 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
 def brevity(completion: str, example: Mapping[str, Any]) -> float:
     """Returns minus the number of characters / 1000; needs a small weight."""
     return -len(completion) / 1000
-
-
-def final_number(text: str) -> Decimal | None:
-    """Returns the final number of a text, as `numeric_match` defines it; None without a number."""
-    if "####" in text:
-        found = _NUMBER.findall(text.rpartition("####")[2])[:1]
-    else:
-        boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-        found = _NUMBER.findall(boxed[-1] if boxed else text)[-1:]
-    return Decimal(re.sub(r"[$,]", "", found[0])) if found else None
