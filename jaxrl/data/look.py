@@ -1,4 +1,4 @@
-"""A look at the text that a model reads: lengths in tokens, and texts with their trained tokens marked."""
+"""A look at what a model reads: lengths in tokens, and texts with their trained tokens marked."""
 
 from collections.abc import Sequence
 from typing import Any

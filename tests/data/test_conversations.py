@@ -255,7 +255,7 @@ def test_prompts_of_reinforcement_learning(tmp_path: Path, name):
             rendering=rendering,
             max_tokens=4000,
         )
-        return found.examples[0].record["prompt"]
+        return found.examples[0]["rendered_prompt"]
 
     assert load(Rendering()) == expected(name, talk())[1][0]
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the row has 'tools', and so has env"):
