@@ -105,6 +105,6 @@ def test_a_games_prompt_keeps_the_tokens_in_front(start, read):
 
     tokens = tokenizer(TEMPLATES["token"][0])
     prompt = "Play: {observation}!"
-    example = Example(np.array(ids(start + prompt, tokens)), {"prompt": prompt}, {})
+    example = Example(np.array(ids(start + prompt, tokens)), {"rendered_prompt": prompt}, {})
     observed = asyncio.run(TextGame(Chat(tokens), Game()).reset(example))
     assert tokens.decode(observed) == read
