@@ -88,7 +88,7 @@ def load_model(
     """
     config, scored = checkpoint.config, output == "scores"
     if scored:
-        config = config.as_scorer()
+        config = checkpoint.scorer_config
     elif config.scored:
         raise ValueError(
             f"{checkpoint.directory} is a reward model; a causal language model is required"

@@ -69,6 +69,20 @@ class Checkpoint:
             found.add(end.token)
         return tuple(sorted(int(end) for end in found if end is not None))
 
+    @cached_property
+    def scorer_config(self) -> DecoderConfig:
+        """The config of a reward model that starts from this checkpoint.
+
+        Where config.json names no padding token it is the tokenizer's, or else its end token: the
+        score is the one of the last other token, and transformers needs it for batches.
+        """
+        config = self.config
+        if config.scored or config.pad_id is not None:
+            return config.as_scorer()
+        found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        pad_id = next((token for token in found if token is not None), None)
+        return dataclasses.replace(config.as_scorer(), pad_id=pad_id)
+
     @property
     def is_quantised(self) -> bool:
         """True if weights are in MXFP4 or FP8."""

@@ -61,6 +61,8 @@ def validated(schema: type[T], raw: Mapping[str, Any]) -> T:
         if first["type"] == "missing":
             raise ValueError(f"{key} is missing") from None
         problem = first["msg"].replace("Input should be", "expected", 1)
+        if first["type"] == "model_type":
+            problem = "expected an object with keys"
         raise ValueError(f"{key}={excerpt(first['input'])}: {problem}") from None
 
 
@@ -223,7 +225,8 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Stor
         weight_map = validated(_Index, raw).weight_map
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
             raise ValueError(
                 f"{index}: weight_map names the file {name!r}; expected one inside the directory"
             )

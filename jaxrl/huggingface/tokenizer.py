@@ -36,7 +36,9 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
         if path.exists():
             check_file(path)
             if path.name in _OBJECTS:
-                read_object(path)
+                content = read_object(path)
+                if path.name == "tokenizer_config.json":
+                    _check_template(path, content.get("chat_template"))
     from transformers import AutoTokenizer  # takes seconds to import, and only text needs it
 
     try:
@@ -69,6 +71,22 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
             f"vocab_size={vocab_size} in config.json; remove the token or resize the embeddings"
         )
     return tokenizer
+
+
+def _check_template(path: Path, template: Any) -> None:
+    """Raises ValueError unless a tokenizer_config.json has a text, named texts, or no template."""
+    parts = template if isinstance(template, list) else [{"name": "", "template": template}]
+    if isinstance(template, dict):
+        parts = [{"name": name, "template": text} for name, text in template.items()]
+    valid = all(
+        isinstance(part, dict) and all(isinstance(part.get(k), str) for k in ("name", "template"))
+        for part in parts
+    )
+    if template is not None and not valid:
+        raise ValueError(
+            f"{path}: chat_template={excerpt(template)}: expected a text, or a list of objects "
+            "with the texts 'name' and 'template'"
+        )
 
 
 def _unreadable(directory: Path) -> str:

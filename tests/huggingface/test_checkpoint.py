@@ -274,7 +274,7 @@ def test_a_damaged_index_is_named(tmp_path):
         huggingface.load(tmp_path, dtype=None)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "", "."])
 def test_an_index_that_points_outside_is_refused(name, tmp_path):
     checkpoint(tmp_path / "model", "qwen3", tied=True, max_shard_size=30_000)
     path = tmp_path / "model" / "model.safetensors.index.json"

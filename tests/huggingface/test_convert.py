@@ -148,6 +148,20 @@ def test_qwen_windows():
         (raw("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 2.0}), "original_max_posi"),
         (raw("llama", rope_scaling={"rope_type": "linear"}), "'factor'"),
+        *(
+            (raw("llama", rope_scaling=kind | {"factor": 2.0}), named)
+            for kind, named in (
+                ({"rope_type": None}, "rope_scaling.rope_type is null"),
+                ({"type": None}, "rope_scaling.type is null"),
+                ({"rope_type": ""}, "rope type ''"),
+                ({}, "rope_scaling.factor is not supported with the rope type 'default'"),
+                ({"rope_type": "default"}, "rope_scaling.factor is not supported"),
+                ({"rope_type": "linear", "type": "yarn"}, "type='yarn' contradict each other"),
+                ({"rope_type": "linear", "low_freq_factor": 1.0}, "rope_scaling.low_freq_factor"),
+            )
+        ),
+        (raw("llama", rope_parameters=[1]), r"rope_parameters=\[1\]: expected an object"),
+        (raw("llama", rope_parameters="x"), "rope_parameters='x': expected an object"),
         (raw("llama", sliding_window=5), "sliding_window=5"),
         (raw("mistral", layer_types=["full_attention"] * 3), "layer_types"),
         (raw("qwen3", use_sliding_window=True, layer_types=["full_attention"]), "layer_types"),
@@ -211,6 +225,7 @@ def test_qwen_windows():
         (gemma(rope_parameters=LLAMA3), "rope_parameters.factor is not supported for gemma3"),
         (gemma(rope_parameters=NESTED, rope_local_base_freq=5.0), "rope_local_base_freq=5.0 and"),
         (gemma(rope_parameters={"sliding_attention": YARN}), "only the rope type 'default'"),
+        (gemma(rope_parameters={"sliding_attention": {"factor": 2.0}}), "sliding_attention.factor"),
         (gemma(rope_parameters={"full_attention": YARN | {"truncate": True}}), "truncate"),
         (gemma("gemma2", sliding_window_pattern=3), "sliding_window_pattern=3"),
         (gemma("gemma2", rope_parameters=NESTED), "rope_parameters.full_attention"),

@@ -49,7 +49,7 @@ def export_checkpoint(
         written = Precision.parse(f"fp32,wire={dtype}").wire
     found = base.config
     if isinstance(config, RewardModelConfig):
-        found = found.as_scorer()
+        found = base.scorer_config
     model = decoder(found)
     specs = trained_specs(config.lora, model.specs)
     adapted = isinstance(specs, lora.Adapted)

@@ -23,6 +23,8 @@ def _keys(scaling: Any) -> dict[str, str]:
 
 # Keys that may be absent, all of YaRN.
 _OPTIONAL = [key for field, key in _keys(YarnScaling).items() if hasattr(YarnScaling, field)]
+# Keys that change the angles with some rope types only.
+_NUMBERS = ["factor", "low_freq_factor", "high_freq_factor", *_OPTIONAL]
 # Families that do not have all rope types in transformers.
 _TYPES = {"phi3": ("default",), "ministral3": ("yarn",), "gpt_oss": ("yarn",)}
 Ropes = tuple[Rope | None, ...]
@@ -83,7 +85,7 @@ def _read_local(c: ConfigJson, *, theta: float) -> Rope:
             )
         return Rope(theta=theta if outside is None else outside)
     table = c.rope_parameters.sliding_attention or RopeJson()
-    if table.model_extra or (table.rope_type or table.type or "default") != "default":
+    if table.model_extra or _read_kind(table, key=key) != "default":
         raise ValueError(f"{key}: only the rope type 'default' is supported")
     if table.partial_rotary_factor not in (1, None):
         raise ValueError(
@@ -110,8 +112,31 @@ def _read_used(c: ConfigJson) -> list[bool]:
     return [used == 1 for used in listed]
 
 
+def _read_kind(table: RopeJson, *, key: str) -> str:
+    """Returns a table's rope type, "default" if it names none.
+
+    Raises:
+      ValueError: for a type that is null, two types, or a number that the type does not use.
+    """
+    given = [name for name in ("rope_type", "type") if name in table.model_fields_set]
+    kinds = {getattr(table, name) for name in given} or {"default"}
+    kind = kinds.pop()
+    if kinds:
+        raise ValueError(
+            f"{key}: rope_type={table.rope_type!r} and type={table.type!r} contradict each other; "
+            "delete one"
+        )
+    if kind is None:
+        raise ValueError(f"{key}.{given[0]} is null; expected a rope type, or no {key}")
+    used = _keys(_SCALINGS[kind]).values() if kind in _SCALINGS else ()
+    unused = [name for name in _NUMBERS if name not in used and getattr(table, name) is not None]
+    if unused and (kind == "default" or kind in _SCALINGS):
+        raise ValueError(f"{key}.{unused[0]} is not supported with the rope type {kind!r}")
+    return kind
+
+
 def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> Rope:
-    kind = table.rope_type or table.type or "default"
+    kind = _read_kind(table, key=key)
     for name in ("rope_theta", "original_max_position_embeddings"):
         twice = all(name in found.model_fields_set for found in (c, table))
         inside, outside = getattr(table, name), getattr(c, name)
@@ -129,9 +154,6 @@ def _read_table(c: ConfigJson, table: RopeJson, *, key: str, family: Family) -> 
         raise ValueError(f"{key}: rope type {kind!r} is not supported for {c.model_type}: {types}")
     if odd := _unknown_keys(c, table, nested="." in key):
         raise ValueError(f"{key}.{odd[0]} is not supported")
-    for name in _OPTIONAL:
-        if kind != "yarn" and getattr(table, name) is not None:
-            raise ValueError(f"{key}.{name} is not supported with the rope type {kind!r}")
     tables = (found for found in (table, c) if "rope_theta" in found.model_fields_set)
     theta = next((found.rope_theta for found in tables), family.theta)
     if kind == "default":
