@@ -46,6 +46,6 @@ def test_a_model_at_another_temperature_learns_from_its_own_distribution(rollout
     learner = jaxrl.make_learner(model, recipe.objective, optimizer=optax.sgd(0.1))
     batch = jaxrl.minibatch(rollouts({"temperature": 0.5}, temperature=0.5), recipe.advantages)
     metrics = jaxrl.jit(learner.step)(learner.init(tiny.params()), batch)[1]
-    assert jaxrl.to_floats(metrics)["mismatch/kl"] < 1e-8
+    assert abs(jaxrl.to_floats(metrics)["mismatch/kl"]) < 1e-5  # f32 rounds by 1e-6
     with pytest.raises(ValueError, match=r"temperature=1: .* at temperature 0\.5"):
         rollouts({}, temperature=0.5)
