@@ -29,7 +29,8 @@ def try_task(
       Lines such as `first row: score("932") = 1.0, score("") = 0.0`; none without prompts.
 
     Raises:
-      ValueError: if a reward with a weight, or the environment, fails on all of these completions.
+      ValueError: if a reward with a weight, or the environment, fails on both. Without a reference
+        answer a failure on "" is only shown: a function may refuse an empty completion.
     """
     held_out = task.held_out.examples if task.held_out is not None else ()
     example = next(iter([*task.prompts.examples[:1], *held_out[:1]]), None)
@@ -45,7 +46,7 @@ def try_task(
 def _try_reward(config: Config, term: Reward, example: Example, *, texts: Sequence[str]) -> str:
     scored = [score([term], [text], [example]) for text in texts]
     failures = [one.first_failure for one in scored if one.first_failure is not None]
-    if len(failures) == len(texts) and term.weight:
+    if len(failures) == len(texts) > 1 and term.weight:
         path = next(p for p in config.reward.path if p.rpartition(":")[2] == term.name)
         raise ValueError(
             f"reward.path = {path!r}: on the first row of the data, {failures[0]}; correct the "
@@ -72,7 +73,7 @@ def _try_environment(
         {0: example}, sampler=_Scripted(turns), params=params, group_size=len(turns)
     )
     name, failed = config.environment.name, [r.episode.failed for r in played.rollouts if r.episode]
-    if all(failed):
+    if all(failed) and len(texts) > 1:
         raise ValueError(
             f"environment.name = {name!r}: on the first row of the data, {played.first_failure}; "
             "correct the environment, or the row"
