@@ -17,6 +17,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, merge, to_floats
 from jaxrl.learner import State, applied_steps
 from jaxrl.tracking.profile import Profile, explain_no_trace
+from jaxrl.training.absorbed import absorbed_note
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
 from jaxrl.training.evaluate import evaluate_greedily
@@ -107,6 +108,8 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
             numbers = run.hosts.share(rollouts.numbers | learned | published | seconds)
+            if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
+                run.tracker.note(note)
             run.tracker.log(progress.step, step_metrics(rollouts, numbers))
             accuracy = evaluate(run, progress)
             verdict = run.hosts.on_leader(alarms.check)

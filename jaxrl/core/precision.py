@@ -75,7 +75,7 @@ class Precision:
       logits: the head's output and the log-probs made of it. The sums of the softmax, ratios and
         reductions of a loss always have at least f32.
       grads: gradient accumulation over microbatches and reduction over devices.
-      moments: optimizer moments.
+      moments: optimizer moments; not f16, in which the squares of small gradients are 0.
       wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
         the embedded sampler: weights rounded to 8 bits, as engines with quantised weights have.
       sampler: operands and activations of the sampler.
@@ -117,6 +117,11 @@ class Precision:
                     f"{role}={_SHORT[dtype]}: nothing is computed in 8 bits; use another dtype, or "
                     "give 8 bits to wire alone"
                 )
+        if self.moments == np.dtype(np.float16):
+            raise ValueError(
+                "moments=f16: squares of gradients below 2e-4 are 0 in f16, and steps are then "
+                "hundreds of times too large; use f32 or bf16"
+            )
         for name, known, kind in (
             ("products", PRODUCTS, "a way to compute products"),
             ("sums", SUMS, "an order"),

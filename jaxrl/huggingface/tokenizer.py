@@ -84,8 +84,8 @@ def _check_template(path: Path, template: Any) -> None:
     )
     if template is not None and not valid:
         raise ValueError(
-            f"{path}: chat_template={excerpt(template)}: expected a text, or a list of objects "
-            "with the texts 'name' and 'template'"
+            f"{path}: chat_template={excerpt(template)} is not a valid text, nor a list of "
+            "objects with the texts 'name' and 'template'"
         )
 
 

@@ -44,7 +44,8 @@ loss_scales = st.one_of(
         floor=st.floats(1e-3, 10),
     ),
 )
-precisions = st.builds(Precision, **dict.fromkeys(ROLES, dtypes), loss_scale=loss_scales)
+roles = dict.fromkeys(ROLES, dtypes) | {"moments": dtypes.filter(lambda dtype: dtype != "float16")}
+precisions = st.builds(Precision, **roles, loss_scale=loss_scales)
 
 
 @quick
@@ -251,6 +252,8 @@ def test_eight_bits_are_for_the_wire_alone():
     assert parse(str(precision)) == precision
     assert precision.exported == precision.sampler
     assert parse("bf16_master,wire=f32").exported == jnp.float32
+    with pytest.raises(ValueError, match=r"moments=f16: squares of gradients .* use f32 or bf16"):
+        parse("bf16_master,moments=f16")
     with pytest.raises(ValueError, match="compute=f8_e4m3: nothing is computed in 8 bits"):
         parse("fp32,compute=f8_e4m3")
 

@@ -19,7 +19,7 @@ from jaxrl.builders.supervised import Setup
 from jaxrl.config.data import HeldOutConfig
 from jaxrl.config.preference import DPOConfig
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, jit, to_floats
+from jaxrl.core import Hosts, Metrics, Minibatch, Precision, Rollout, jit, to_floats
 from jaxrl.data import (
     Rendering,
     Tokenizer,
@@ -41,6 +41,7 @@ from jaxrl.learner import (
 from jaxrl.models import Params
 from jaxrl.sharding import fetch
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
+from jaxrl.training.absorbed import absorbed_note
 from jaxrl.training.export import write_model
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import (
@@ -203,7 +204,7 @@ def _train(
             missing = gap(tracker.history, step=result.step, every=_LOG_EVERY)
         for note in filter(None, (*notes, missing)):
             tracker.note(note)
-        log = _Log(task, tracker, result=result)
+        log = _Log(task, tracker, result=result, precision=config.precision)
         if result.step == 0:
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
@@ -252,8 +253,11 @@ def compile_step(config: SupervisedConfig, task: Task) -> tuple[LearnerState, Up
 class _Log:
     """Writes the metrics of a run and measures its throughput."""
 
-    def __init__(self, task: Task, tracker: Tracker | NullTracker, *, result: FitResult) -> None:
+    def __init__(
+        self, task: Task, tracker: Tracker | NullTracker, *, result: FitResult, precision: Precision
+    ) -> None:
         self._task, self._tracker, self._result = task, tracker, result
+        self._precision = precision
         self._since, self._tokens = time.perf_counter(), 0
 
     def count(self, minibatch: Minibatch) -> None:
@@ -267,6 +271,8 @@ class _Log:
         last["tokens_per_second"] = self._tokens / (now - self._since)
         last["learning_rate"] = float(np.asarray(rate))
         shown = {name: x for name, x in last.items() if not name.startswith("eval/")}
+        if note := absorbed_note(shown, self._tracker.history, precision=self._precision):
+            self._tracker.note(note)
         self._tracker.log(self._result.step, shown)
         self._since, self._tokens, self._result.last = now, 0, last
 
