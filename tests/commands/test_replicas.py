@@ -1,6 +1,5 @@
 """Restarts of fake servers, with a clock that the tests move."""
 
-import _thread
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -154,23 +153,21 @@ def test_a_start_that_hangs_leaves_no_other_unwatched(monkeypatch):
     monkeypatch.setattr(replicas, "_PAUSE", 0.001)
     hanging, other = World(8000), World(8001)
     with hanging.replica() as first, other.replica() as second:
-        entered = threading.Event()
+        entered, check = threading.Event(), other.check
 
         def hang(meanwhile: Callable[[], None]) -> World:
             entered.set()
             while True:
                 meanwhile()
 
+        def interrupted() -> None:
+            check()
+            if other.starts == 2 and entered.is_set():
+                raise KeyboardInterrupt
+
         monkeypatch.setattr(hanging, "wait", hang)
+        monkeypatch.setattr(other, "check", interrupted)
         hanging.ended = other.ended = True
-
-        def interrupt() -> None:
-            entered.wait()
-            while other.starts < 2 or other.ended:
-                pass
-            _thread.interrupt_main()
-
-        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             replicas.watch([first, second])
     assert (hanging.starts, other.starts) == (2, 2)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
@@ -72,9 +73,9 @@ class Replica(AbstractContextManager["Replica"]):
             self._server = None
             if self._closed:
                 return
-            wait = min(2.0**self._failures, _LONGEST) if self._failures else 0.0
-            self._failures, self._due = self._failures + 1, self._clock() + wait
-            self._note(f"{self.url} failed; restarting in {wait:.0f} s: {error}")
+            pause = min(2.0**self._failures, _LONGEST) if self._failures else 0.0
+            self._failures, self._due = self._failures + 1, self._clock() + pause
+            self._note(f"{self.url} failed; restarting in {pause:.0f} s: {error}")
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
@@ -126,14 +127,13 @@ def watch(replicas: Sequence[Replica]) -> NoReturn:
         while not over.wait(_PAUSE):
             replica.check()
 
-    threads = [threading.Thread(target=check, args=(one,), daemon=True) for one in replicas]
-    for thread in threads:
-        thread.start()
-    try:
-        while True:
-            time.sleep(_PAUSE)
-    finally:
-        over.set()
-        for replica, thread in zip(replicas, threads, strict=True):
-            replica.__exit__()  # ends a start that the thread waits for
-            thread.join()
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        checks = [pool.submit(check, replica) for replica in replicas]
+        try:
+            while True:
+                for ended in wait(checks, timeout=_PAUSE, return_when=FIRST_EXCEPTION).done:
+                    ended.result()
+        finally:
+            over.set()
+            for replica in replicas:
+                replica.__exit__()  # ends a start that its thread waits for
