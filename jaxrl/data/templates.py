@@ -307,7 +307,8 @@ def template_variables(tokenizer: Tokenizer) -> frozenset[str]:
     for text in given.values() if isinstance(given, dict) else [given]:
         try:
             parsed = environment.parse(_GENERATION.sub("", text))
-        except jinja2.TemplateError:  # a fault that rendering tells
+            free = jinja2.meta.find_undeclared_variables(parsed)
+        except Exception:  # a fault that rendering tells
             continue
         names = list(parsed.find_all(nodes.Name))
         tests = [t.node for t in parsed.find_all(nodes.Test) if t.name in ("defined", "undefined")]
@@ -315,7 +316,7 @@ def template_variables(tokenizer: Tokenizer) -> frozenset[str]:
         own = {n.name for n in names if n.ctx == "store"} - {
             node.name for node in tests if isinstance(node, nodes.Name)
         }
-        found |= jinja2.meta.find_undeclared_variables(parsed) - own
+        found |= free - own
     return frozenset(n for n in found - _GIVEN - _BUILTIN if not n.endswith("_token"))
 
 
@@ -335,7 +336,6 @@ def apply_template(
     """
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     given |= template_kwargs
-
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given
