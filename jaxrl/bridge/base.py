@@ -8,9 +8,11 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+_MAX_NAME = 1000  # characters of a name
 
 InFlight = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight during a weight sync: `keep` continues them with the new weights
@@ -48,9 +50,20 @@ class LearnerIdentity(NamedTuple):
 
 
 def new_learner(name: str | None = None, *, replaces: str = "") -> LearnerIdentity:
-    """Returns a new identity for this process in the run `name`, by default in its own run."""
-    own = f"process {os.getpid()} on {socket.gethostname()}"
-    return LearnerIdentity(own if name is None else name, secrets.token_hex(8), replaces)
+    """Returns a new identity for this process in the run `name`, by default in its own run; raises
+    ValueError for a name that `is_name` refuses."""
+    name = f"process {os.getpid()} on {socket.gethostname()}" if name is None else name
+    if not is_name(name):
+        raise ValueError(
+            f"the learner's name {name!r:.300} must be printable and have at most {_MAX_NAME} "
+            "characters"
+        )
+    return LearnerIdentity(name, secrets.token_hex(8), replaces)
+
+
+def is_name(value: Any) -> bool:
+    """Tells whether a value can be the name of a learner, a tensor or a file."""
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value.isprintable()
 
 
 class Timings(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.bridge.base import LearnerIdentity, TensorSpec
+from jaxrl.bridge.base import LearnerIdentity, TensorSpec, is_name
 
 FILE = "manifest.json"
 FORMAT = 3
@@ -24,7 +24,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _KEYS = {"format", "version", "learner", "tensors"}
 _MAX_BYTES = 64 << 20  # of a manifest file; 250 bytes a tensor
-_MAX_NAME = 1000  # characters of a name
 _MAX_COUNT = 2**63  # every size in a file is below it
 _SHOWN = 200  # characters of an invalid value in a message
 
@@ -99,9 +98,7 @@ def parse_learner(raw: Any) -> LearnerIdentity:
     if (
         not isinstance(raw, dict)
         or raw.keys() != set(LearnerIdentity._fields)
-        or not all(
-            _is_name(value) or (key, value) == ("replaces", "") for key, value in raw.items()
-        )
+        or not all(is_name(value) or (key, value) == ("replaces", "") for key, value in raw.items())
     ):
         raise ManifestError(
             f"a learner has the keys {', '.join(LearnerIdentity._fields)}, each a short text: "
@@ -170,7 +167,7 @@ def _entry(item: Any) -> ManifestEntry:
             f"{_shown(item)}"
         )
     name, shape, dtype = item["name"], item["shape"], item["dtype"]
-    if not _is_name(name):
+    if not is_name(name):
         raise ManifestError(f"a tensor of the manifest has the name {_shown(name)}")
     if not isinstance(shape, list) or not all(map(is_count, shape)):
         raise ManifestError(f"{name}: the shape {_shown(shape)} is not a list of sizes")
@@ -193,10 +190,6 @@ def is_file_name(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """Tells whether a value is an integer of at least 0 and below 2**63."""
     return type(value) is int and 0 <= value < _MAX_COUNT
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value.isprintable()
 
 
 def _shown(value: Any) -> str:

@@ -91,9 +91,19 @@ class Sync(NamedTuple):
 
 def run_learner(directory: Path) -> LearnerIdentity:
     """Returns the identity of a run's learner, with the same name when the run resumes. The
-    environment variable JAXRL_TAKE_OVER names a learner to replace."""
+    environment variable JAXRL_TAKE_OVER names a learner to replace.
+
+    Raises:
+      ValueError: if the directory's path cannot be part of a name.
+    """
     name = f"{directory.resolve()} on {socket.gethostname()}"
-    return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""))
+    try:
+        return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""))
+    except ValueError as error:
+        raise ValueError(
+            f"run_dir = {str(directory)!r:.300}: servers know a run by its directory, and {error}; "
+            "choose another directory"
+        ) from error
 
 
 Send = Callable[..., tuple[str | None, Timings]]

@@ -118,6 +118,17 @@ def test_mixed_weights_are_ill_until_next_publish(monkeypatch, failure) -> None:
     serve(monkeypatch, script)
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_health_says_paused_only_if_it_is(monkeypatch, paused) -> None:
+    async def script(server: Server) -> None:
+        await server.calls(INIT, *["/pause"] * paused, START, UPDATE)
+        await asyncio.sleep(3 * LEASE)
+        status, text = await server.call("/health")
+        assert (status, "is paused" in text) == (503, paused)
+
+    serve(monkeypatch, script)
+
+
 def test_closing_a_session_names_no_weights(monkeypatch) -> None:
     async def script(server: Server) -> None:
         await server.calls(INIT, "/pause", START, UPDATE)

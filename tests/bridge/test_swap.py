@@ -148,6 +148,22 @@ def test_a_server_that_missed_a_version_before_its_update_is_not_used(two):
     assert all(server.connected for server in servers)
 
 
+def test_refusals_are_quoted_without_what_vllm_adds(two):
+    (_, refusing), servers = two
+    publish(servers, 6)
+    said = (
+        f"{REFUSED} the server takes weights from learner 'a'; start with JAXRL_TAKE_OVER='a \"b'"
+    )
+    after = ", please check the stack trace above for the root cause"
+    answer = {"error": {"message": f"Worker failed with error '{said}'{after}", "code": 500}}
+    refusing.fails["/update_weights"] = 500, json.dumps(answer)
+    publish(servers, 7)
+    assert servers[1].last_error == said
+    refusing.fails["/update_weights"] = 409, json.dumps({"error": said})
+    publish(servers, 8)
+    assert servers[1].last_error == said
+
+
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/resume"])
 def test_a_learner_whose_publish_lapsed_publishes_again(two, path):
     """As one that was suspended for longer than the server's lease."""

@@ -53,6 +53,7 @@ class Lease:
             raise ValueError(f"{SECONDS} = {text!r} must be a number of seconds above 0")
         self._owner: str | None = None  # header of the learner that connected last
         self._open = self._expired = False  # the publish
+        self._paused = False  # the server
         self._loaded = self._unnamed = False  # as in `BridgeEngine`
         self._fault = ""  # reason of ill health
         self._busy = 0  # requests of the publish without a response so far
@@ -118,6 +119,8 @@ class Lease:
                 self._unnamed = before if refused else True
             if path == _FINISH and status == 200 and self._loaded:
                 self._loaded = self._unnamed = False
+            if path in (_PAUSE, _RESUME) and status == 200:
+                self._paused = path == _PAUSE
             if path == _RESUME and status == 200:
                 self._open = False
                 if not self._unnamed:
@@ -130,9 +133,10 @@ class Lease:
         self._open, self._expired = False, True
         silence = f"the learner was silent for {self._seconds:g} s in the middle of a publish"
         if self._unnamed:
+            state = "is paused and has" if self._paused else "samples from"
             self._fault = (
-                f"{silence}: the server is paused and has the weights of no version; the next "
-                "complete publish repairs it"
+                f"{silence}: the server {state} the weights of no version; the next complete "
+                "publish repairs it"
             )
             _log.error("%s", self._fault)
         else:

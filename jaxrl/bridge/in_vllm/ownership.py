@@ -1,5 +1,7 @@
 """The learner whose weights a server takes; runs inside vLLM."""
 
+import shlex
+
 from jaxrl.bridge.base import LearnerIdentity
 
 TAKE_OVER = "JAXRL_TAKE_OVER"
@@ -33,7 +35,7 @@ class Ownership:
         if held.name not in (learner.name, learner.replaces):
             raise ForeignError(
                 f"the server takes weights from learner {held.name!r}; end that run, or replace it "
-                f"by starting this one with {TAKE_OVER}={held.name!r}"
+                f"by starting this one with {TAKE_OVER}={shlex.quote(held.name)}"
             )
 
     def take(self, learner: LearnerIdentity) -> None:

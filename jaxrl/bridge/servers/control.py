@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from jaxrl.bridge.base import (
 from jaxrl.bridge.in_vllm import auth, lease, relay
 
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
+_WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
@@ -300,11 +302,21 @@ class VllmServer:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
             if marker(response.text) == REFUSED:
-                raise RefusedError(_from(REFUSED, response.text))
+                raise RefusedError(_from(REFUSED, _said(response.text)))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
+
+
+def _said(text: str) -> str:
+    """Returns the message in an answer, without what vLLM wraps around the engine's errors."""
+    try:
+        error = json.loads(text)["error"]
+        message = error if isinstance(error, str) else str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        return text
+    return message.removesuffix(_WRAPPED)
 
 
 def _from(marker: str, text: str) -> str:

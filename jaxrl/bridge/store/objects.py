@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
+import os
+import stat
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,6 +58,20 @@ def directory_of(url: str) -> Path | None:
     return Path(urllib.parse.unquote(parts.path)) if parts.scheme == "file" else None
 
 
+def check_owner(directory: Path) -> None:
+    """Raises StoreError if another user than this one and root may replace files in a directory:
+    its owner, or everybody. Whoever can do so gives the servers weights of their own."""
+    for path in (directory, *directory.parents):
+        found = path.stat()
+        shared = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.geteuid()) or shared:
+            why = "everybody may write to it" if shared else "it belongs to another user"
+            raise StoreError(
+                f"file://{directory} cannot be a store: {path}: {why} and could replace weights; "
+                f"name another directory, or correct it (chown, chmod o-w)"
+            )
+
+
 @dataclass(frozen=True)
 class Store:
     """A store, or a place in one; raises ValueError if the address is invalid."""
@@ -73,9 +89,18 @@ class Store:
         return dataclasses.replace(self, url=f"{self.url.rstrip('/')}/{name}")
 
     def make(self) -> None:
-        """Creates the directory of a file:// store; does nothing for other stores."""
-        if (directory := directory_of(self.url)) is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+        """Creates the directory of a file:// store, open to its user only. Does nothing for other
+        stores.
+
+        Raises:
+          StoreError: if others may replace files there, see `check_owner`.
+        """
+        if (directory := directory_of(self.url)) is None:
+            return
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        check_owner(missing[-1].parent if missing else directory)
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)
 
 
 class Objects:
@@ -93,6 +118,8 @@ class Objects:
         with self._named():
             if self._directory is not None:
                 self._store: Any = LocalStore(self._directory, automatic_cleanup=True)
+                self._lister = self._store
+                check_owner(self._directory)
                 return
             options: dict[str, Any] = {"retry_config": _RETRIES}
             if url.startswith("http"):  # the environment sets the options of buckets
@@ -102,6 +129,9 @@ class Objects:
                     "default_headers": auth.headers(store.key),
                 }
             self._store = from_url(url, **options)
+            if url.startswith("http"):  # many answer that they cannot list with a server's error
+                options["retry_config"] = {"max_retries": 0}
+            self._lister = from_url(url, **options)
 
     def put(self, name: str, data: Any) -> None:
         """Writes an object; it appears whole or not at all. Raises StoreError."""
@@ -115,8 +145,13 @@ class Objects:
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; ignores failures, because a leftover object costs only space."""
-        with contextlib.suppress(StoreError), self._named():
-            self._store.delete(names)
+        try:
+            with self._named():
+                self._store.delete(names)
+        except StoreError:  # a web server stops at the first that is missing
+            for name in names:
+                with contextlib.suppress(StoreError), self._named():
+                    self._store.delete(name)
 
     def delete_drafts(self, *, but: str) -> None:
         """Deletes half-written files that a killed process left in a directory, except those whose
@@ -130,7 +165,7 @@ class Objects:
     def names(self) -> list[str]:
         """Returns all names; an empty list if the store cannot list, like most web servers."""
         with contextlib.suppress(StoreError), self._named():
-            return [entry["path"] for page in self._store.list() for entry in page]
+            return [entry["path"] for page in self._lister.list() for entry in page]
         return []
 
     @contextlib.contextmanager

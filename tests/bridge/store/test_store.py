@@ -1,5 +1,6 @@
 """Versions travel through a store exactly, and as little of them as can be."""
 
+import os
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxrl.bridge import manifest
 from jaxrl.bridge.base import LearnerIdentity, UnavailableError, new_learner
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import agent, delta, version
-from jaxrl.bridge.store.objects import Objects, Store
+from jaxrl.bridge.store.objects import Objects, Store, StoreError
 from jaxrl.bridge.store.publisher import StorePublisher, bring
 from jaxrl.bridge.store.upload import Upload
 from jaxrl.builders.weight_sync import through_store
@@ -269,6 +270,49 @@ def test_host_refuses_invalid_requests(tmp_path: Path) -> None:
         (file,) = root.rglob("versions/4-*")
         file.write_bytes(file.read_bytes().replace(b'"version":4', b'"version":5'))
         assert server.fetch(request) is None  # asks for it again
+
+
+def test_a_directory_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "new" / "store"
+    old = os.umask(0)
+    try:
+        with publisher([], root.as_uri(), learner=LEARNER) as learner:
+            learner._write(ListSource({"a": np.zeros(3, F16)}), version=0)
+            made = [root.parent, root, *(path.parents[1] for path in root.rglob("versions/*"))]
+    finally:
+        os.umask(old)
+    assert len(made) == 3
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    for path in (root, root.parent):  # a parent's owner could put another directory there
+        path.chmod(0o777)
+        with pytest.raises(StoreError, match=f"{path}: everybody may write to it"):
+            publisher([], root.as_uri())
+        path.chmod(0o1777)  # as /tmp
+        publisher([], root.as_uri()).close()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    os.chown(root, 12346, -1) if os.getuid() == 0 else None
+    with pytest.raises(StoreError, match="it belongs to another user"):
+        publisher([], root.as_uri())
+
+
+def test_deleting_goes_on_past_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Web servers stop a list there."""
+    objects = Objects(Store(tmp_path.as_uri(), None))
+    for name in "abc":
+        objects.put(name, b"x")
+    real = objects._store
+
+    class Strict:
+        def delete(self, names: Any) -> None:
+            if isinstance(names, list):
+                raise FileNotFoundError("b")
+            real.delete(names)
+
+    monkeypatch.setattr(objects, "_store", Strict())
+    objects.delete(["a", "missing", "b", "c"])
+    assert objects.names() == []
 
 
 @pytest.mark.parametrize(
