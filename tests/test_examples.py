@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests import arithmetic
+import jaxrl
+from tests import arithmetic, published
 from tests.bridge.engines import VLLM_PYTHON
+from tests.documented import snippets
 
 pytestmark = pytest.mark.usefixtures("optimized")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -109,3 +112,25 @@ def test_diagnosis_separates_policy_from_rounding(monkeypatch, tmp_path, capsys)
     assert raised == [("kl_spike", 30), ("kl_with_reward", 30), ("length_zero", 39)]
     assert found["same"]
     assert "host/metadata is not what was saved" in found["damage"]
+
+
+def test_the_readmes_program_reads_as_a_published_model_does(tmp_path):
+    """Prompts and ends as Qwen3's own template has them."""
+    (program,) = (
+        s.text
+        for s in snippets("python")
+        if "jaxrl.make_learner(" in s.text and "README" in s.where
+    )
+    published.checkpoint("qwen3", tmp_path / "model")
+    path = "runs/quickstart/sft/model"
+    found: dict[str, Any] = {}
+    exec(program.replace(path, str(tmp_path / "model")).replace("range(3)", "range(1)"), found)
+    tokenizer = published.tokenizer("qwen3")
+    asked = [{"role": "user", "content": example["prompt"]} for example in found["examples"]]
+    prompts = [
+        tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        for message in asked
+    ]
+    assert [r.prompt.tolist() for r in found["rollouts"]] == [p for p in prompts for _ in range(8)]
+    assert {(tokenizer.convert_tokens_to_ids("<|im_end|>"),)} <= {*found["base"].stop}
+    assert np.isfinite(jaxrl.to_floats(found["metrics"])["loss"])
