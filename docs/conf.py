@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     (
         "py:class",
-        r"(jax|flax|numpy|optax|collections|pathlib|decimal|inspect|matplotlib|types)\..*",
+        r"(jax|flax|numpy|optax|collections|pathlib|decimal|fractions|inspect|matplotlib|types)\..*",
     ),
     ("py:class", r"jaxrl\..*\.(E|R|Rows|T|Term|Tree|checkpoints\.State)"),  # type variables
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe

@@ -210,7 +210,7 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, caplog):
     def fail(error):
         raise error
 
-    def train(config):
+    def train(config, **_):
         write_after_the_loop_has_closed()
         for error in (full, news):
             writer = threading.Thread(target=fail, args=(error,))  # as TensorBoard's

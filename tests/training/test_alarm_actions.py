@@ -240,7 +240,10 @@ def test_paused_and_resumed_equals_undisturbed(material, healthy, tmp_path, caps
 def test_last_evaluation_can_pause_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
-    found = (SimpleNamespace(accuracy=score, numbers={}) for score in scores)
+    found = (
+        SimpleNamespace(accuracy=score, failed=0, rewards=np.ones(1), failure=None, numbers={})
+        for score in scores
+    )
     monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
     (tmp_path / "rising.py").write_text(
         "calls = 0\ndef rising(completion, example):\n    global calls\n"

@@ -101,8 +101,8 @@ def watch_opening(monkeypatch: Any) -> list[tuple[str, int]]:
     opened: list[tuple[str, int]] = []
 
     @contextmanager
-    def watched(config: Config) -> Iterator[Any]:
-        with open_run(config) as (run, state, progress):
+    def watched(config: Config, **given: Any) -> Iterator[Any]:
+        with open_run(config, **given) as (run, state, progress):
             opened.append((run.config.precision.text, progress.step))
             if opened[-1] == (NEW, 2):
                 check_restored(run, state.policy)
