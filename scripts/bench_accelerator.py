@@ -87,7 +87,15 @@ def learner(arguments: Any) -> dict[str, Any]:
         forward_flops(model.config, model.specs, rows=len(rollouts), length=arguments.sequence)
         - 2 * len(rollouts) * PROMPT * vocabulary * model.config.hidden_size
     )
-    return {"attention": kernel, "tokens/s": tokens.size / best, "TFLOP/s": 3 * flops / best / 1e12}
+    memory = step.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "attention": kernel,
+        "GiB": held / 2**30,
+        "tokens/s": tokens.size / best,
+        "TFLOP/s": 3 * flops / best / 1e12,
+    }
 
 
 def sample(sampler: EmbeddedSampler, arguments: Any, vocabulary: int, *, seed: int) -> list[Any]:
