@@ -22,14 +22,16 @@ from jaxrl.config.training import Config
 from jaxrl.core import Hosts, disagreement
 from jaxrl.data import end_note, length_line, marked_text, one_line
 from jaxrl.diagnostics import Score
+from jaxrl.environments import EpisodeRunner
 from jaxrl.learner import Checkpoints, State
+from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 from jaxrl.tracking.samples import Samples
 from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
 from jaxrl.training.fork import Fork, find_fork
-from jaxrl.training.inputs import compare_inputs, run_inputs, write_inputs
+from jaxrl.training.inputs import Inputs, compare_inputs, run_inputs, write_inputs
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
@@ -76,26 +78,16 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
     )
-    episode_runner = environment.make_episode_runner(
-        config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
-    )
-    params = sampling_params(config.sampling, models.policy, seed=config.seed)
-    tried = try_task(config, task, episode_runner, rewards=task.rewards, params=params)
+    episode_runner, params, tried = _try(config, task, models)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
     reward_model, teaches = None, names_teacher(config, models)
-    if teaches:
-        # A teacher is not part of the reward.
+    if teaches:  # a teacher is not part of the reward
         task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
     elif models.judge is not None:
         reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
-    hosts.on_leader(lambda: check_config(directory, config))
-    hosts.on_leader(lambda: write_inputs(directory, inputs))
-    checkpoints = Checkpoints(
-        directory / "checkpoints",
-        keep=config.checkpoints_kept,
-        keep_best=config.checkpoint.keep_best,
-    )
-    start = None if start is None else start._replace(here=inputs)
+    hosts.on_leader(lambda: _claim(config, inputs))
+    checkpoints = _make_checkpoints(config)
+    start = start and start._replace(here=inputs)
     state, progress = restore(
         checkpoints, state, precision=config.precision, batch=config.train.train_batch, fork=start
     )
@@ -138,14 +130,43 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             tracker=tracker,
         )
         attention = learning.check_attention(config)
-        missing = None if start is None else start.note
-        if hosts.leads and start is None:
-            missing = gap(tracker.history, step=progress.step)
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
-        warnings = (*repaired, missing, *tried, *notes, change)
-        for line in filter(None, (*warnings, attention, learning.rows_note)):
+        lines = (*repaired, _beginning(run, progress, start), *tried, *notes, change)
+        for line in filter(None, (*lines, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
+
+
+def _try(
+    config: Config, task: TaskData, models: ModelFiles
+) -> tuple[EpisodeRunner | None, SamplingParams, list[str]]:
+    """Makes what plays and samples a run's episodes, and tries it on the first row."""
+    runner = environment.make_episode_runner(
+        config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
+    )
+    params = sampling_params(config.sampling, models.policy, seed=config.seed)
+    return runner, params, try_task(config, task, runner, rewards=task.rewards, params=params)
+
+
+def _beginning(run: Run, progress: Progress, start: Fork | None) -> str | None:
+    """Tells which run a fork comes from, or which steps a resumed run's metrics lack."""
+    if start is not None:
+        return start.note
+    return gap(run.tracker.history, step=progress.step) if run.hosts.leads else None
+
+
+def _claim(config: Config, inputs: Inputs) -> None:
+    """Writes a run's config and the digests of its inputs into its directory."""
+    check_config(Path(config.run_dir), config)
+    write_inputs(Path(config.run_dir), inputs)
+
+
+def _make_checkpoints(config: Config) -> Checkpoints:
+    return Checkpoints(
+        Path(config.run_dir, "checkpoints"),
+        keep=config.checkpoints_kept,
+        keep_best=config.checkpoint.keep_best,
+    )
 
 
 def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
