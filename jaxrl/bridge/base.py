@@ -105,3 +105,7 @@ class PoisonedError(RuntimeError):
 
 class UnavailableError(RuntimeError):
     """The server does not answer or fails; other servers may continue without it."""
+
+
+class BehindError(UnavailableError):
+    """The store does not answer the server's host, whose agent goes on fetching the version."""

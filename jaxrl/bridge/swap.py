@@ -3,13 +3,14 @@
 import abc
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from jaxrl.bridge.base import (
+    BehindError,
     InFlight,
     LearnerIdentity,
     PoisonedError,
@@ -22,6 +23,8 @@ from jaxrl.bridge.base import (
 from jaxrl.bridge.servers.control import VllmServer
 
 _FAILURES = PoisonedError, RefusedError, UnavailableError  # the worst first
+_ALL_BEHIND = 120.0  # seconds that a publish waits for the first host
+_PAUSE = 1.0  # seconds between two questions to hosts that are behind
 
 
 class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
@@ -104,7 +107,8 @@ def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], T
 
     Failed servers are skipped if at least one has taken the version: ending the run for one failed
     server would leave some with the new weights and some with the old. They count as not connected,
-    wherever they failed: in the store, at their host's agent, or in the engine. Otherwise it raises
+    wherever they failed: in the store, at their host's agent, or in the engine. Servers whose hosts
+    are behind are waited for, for two minutes, only if no other has taken it. Otherwise it raises
     the worst error of `update`: PoisonedError, then RefusedError, then UnavailableError.
     """
 
@@ -115,10 +119,30 @@ def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], T
             server.fail(error)
             return error
 
+    end = time.monotonic() + _ALL_BEHIND
     with ThreadPoolExecutor(max(1, len(servers))) as pool:
-        results = list(pool.map(attempt, servers))
-    timings = [r for r in results if isinstance(r, Timings)]
-    failures = [r for kind in _FAILURES for r in results if isinstance(r, kind)]
-    if failures and not timings:
+        results = dict(zip(servers, pool.map(attempt, servers), strict=True))
+        while not _timings(results.values()) and time.monotonic() < end:
+            behind = [server for server, r in results.items() if isinstance(r, BehindError)]
+            if not behind:
+                break
+            time.sleep(_PAUSE)
+            results |= zip(behind, pool.map(attempt, behind), strict=True)
+    if timings := _timings(results.values()):
+        return Timings(*(max(part) for part in zip(Timings(), *timings, strict=True)))
+    failures = [r for kind in _FAILURES for r in results.values() if isinstance(r, kind)]
+    if failures and isinstance(failures[0], BehindError):
+        raise UnavailableError(_named(results))
+    if failures:
         raise failures[0]
-    return Timings(*(max(part) for part in zip(Timings(), *timings, strict=True)))
+    return Timings()
+
+
+def _timings(results: Iterable[Timings | Exception]) -> list[Timings]:
+    return [result for result in results if isinstance(result, Timings)]
+
+
+def _named(results: Mapping[VllmServer, Timings | Exception]) -> str:
+    return "no server can be given the version: " + "; ".join(
+        f"{server.url}: {result}" for server, result in results.items()
+    )

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -204,28 +204,42 @@ class PublishToServers:
     ) -> None:
         self._session = learner.session
         self._send, self._servers, self._client, self._note = send, servers, client, note
-        self._serving = {server.url for server in servers}
+        self._missed = dict.fromkeys((server.url for server in servers), 0)  # versions in turn
         self._noted: set[str] = set()
 
     def __call__(self, params: Any, *, version: int) -> dict[str, float]:
         """Publishes weights; a server that failed gets them at a later publish."""
-        before = self._serving
         adapter, timings = self._send(params, version=version)
-        self._serving = {server.url for server in self._servers if server.connected}
-        for server in self._servers:
-            if server.url in before - self._serving:
-                self._note(
-                    f"{server.url} failed; continuing with the other servers, retrying at the next "
-                    f"publish: {server.last_error}"
-                )
-        for url in sorted(self._serving - before):
-            self._note(f"{url} is back and serves version {version}")
-        for line in [server.untried for server in self._servers]:
-            if line is not None and line not in self._noted:
-                self._note(line)
-                self._noted.add(line)
+        before = self._missed
+        self._missed = {
+            server.url: 0 if server.connected else before[server.url] + 1
+            for server in self._servers
+        }
+        self._report(before, version)
         self._client.use_version(
-            version, urls=sorted(self._serving), adapter=adapter, session=self._session
+            version,
+            urls=sorted(url for url, missed in self._missed.items() if not missed),
+            adapter=adapter,
+            session=self._session,
         )
         seconds = {f"time/publish/{name}": s for name, s in timings._asdict().items()}
-        return seconds | {"sampler/servers": float(len(self._serving))}
+        return seconds | {
+            "sampler/servers": float(sum(not missed for missed in self._missed.values())),
+            "sampler/versions_behind": float(max(self._missed.values())),
+        }
+
+    def _report(self, before: Mapping[str, int], version: int) -> None:
+        """Writes a line for each server that has fallen behind, or is back."""
+        for server in self._servers:
+            missed, now = before[server.url], self._missed[server.url]
+            if now and not missed:
+                self._note(
+                    f"{server.url} is behind by 1 version; continuing with the other servers, "
+                    f"retrying at each publish: {server.last_error}"
+                )
+            elif missed and not now:
+                count = f"{missed} version{'s' * (missed > 1)}"
+                self._note(f"{server.url} is back and serves version {version}; it missed {count}")
+            if (line := server.untried) is not None and line not in self._noted:
+                self._note(line)
+                self._noted.add(line)

@@ -15,6 +15,7 @@ from jaxrl.bridge.base import (
     POISONED,
     REFUSED,
     UNFINISHED,
+    BehindError,
     PoisonedError,
     RefusedError,
     Timings,
@@ -244,6 +245,34 @@ def test_untried_version_is_reported_once(version, told):
         client.close()
     assert len(lines) == told
     assert all(f"{server.url} runs vLLM 0.33.0" in line for line in lines)
+
+
+def test_the_run_says_which_server_is_behind_and_by_how_much(two):
+    _, servers = two
+    url, lines = servers[1].url, list[str]()
+    client = VllmSampler([server.url for server in servers], max_positions=8, vocab_size=8)
+
+    def send(failure: Exception | None, *, version: int) -> tuple[None, Timings]:
+        def update(server: VllmServer) -> Timings:
+            if failure is not None and server is servers[1]:
+                raise failure
+            return server.update("payload", version=version, in_flight="keep")
+
+        return None, swap_weights(servers, update)
+
+    publish = PublishToServers(send, servers, client=client, note=lines.append, learner=LEARNER)
+    silent = BehindError("its host has no answer from s3://a-bucket for 12 s")
+    for version, failure in enumerate([None, silent, silent, silent, None, None]):
+        metrics = publish(failure, version=version)
+        behind = version if failure else 0
+        assert metrics["sampler/servers"] == (1 if failure else 2)
+        assert metrics["sampler/versions_behind"] == behind
+    client.close()
+    assert lines == [
+        f"{url} is behind by 1 version; continuing with the other servers, retrying at each "
+        f"publish: {silent}",
+        f"{url} is back and serves version 4; it missed 3 versions",
+    ]
 
 
 def test_connecting_tolerates_failed_servers_only():

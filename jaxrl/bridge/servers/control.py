@@ -17,6 +17,7 @@ from jaxrl.bridge.base import (
     POISONED,
     REFUSED,
     UNFINISHED,
+    BehindError,
     InFlight,
     LearnerIdentity,
     PoisonedError,
@@ -115,11 +116,14 @@ class VllmServer:
 
         Raises:
           RefusedError: the server belongs to another learner, or its host has no agent.
+          BehindError: the store does not answer the host.
           UnavailableError: the server or its agent does not answer.
         """
         with self._tracked():
             self._reconnect()
             found = self._call("POST", relay.PATH, request | {"learner": self._learner})
+        if why := found.get("behind"):
+            raise BehindError(why)
         return PurePath(found["directory"]) if found["directory"] else None
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +27,48 @@ from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import digest, split
-from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store
+from jaxrl.bridge.store.newest import Newest
+from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store, StoreError
 from jaxrl.bridge.store.version import StoredChunk
 
 _THREADS = 16  # concurrent requests
 _TRIES = 3  # for an object that arrives damaged or is not there yet, as behind a cache
 _PAUSE = 0.2  # seconds before the second try of a missing object; doubles
 _LONGEST = 500  # characters of an error
+# Seconds without a byte from the store after which a request is answered, though the fetch goes on.
+# The first time-out of the store's client and half of the second.
+_PATIENCE = 10.0
+_TICK = 0.01  # seconds between two looks at least
+_PROBES = 5.0  # seconds between attempts to reach a store that has not answered for minutes
 
 
 class _MissingError(Exception):
     """The version cannot be rebuilt from the objects of the store and the chunks of this host."""
 
 
+class _SilentError(Exception):
+    """The store does not answer."""
+
+
 class StoreAgent:
-    """Fetches versions into slots below a directory."""
+    """Fetches versions into slots below a directory.
+
+    A fetch goes on when the store does not answer and the request for it has been told so.
+    """
 
     def __init__(self, root: Path, *, key: str | None) -> None:
         """Keeps the slots that an earlier agent left in the directory."""
         self._root = root
         self._users = threading.Lock()
-        self._locks: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
+        self._fetches: dict[Path, Newest[Path | None]] = collections.defaultdict(Newest)
         self._objects = functools.lru_cache(8)(lambda url: Objects(Store(url, key)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns status and body of the answer to a relay; never raises."""
         try:
             return {"status": 200, "body": {"directory": self._directory(request)}}
+        except _SilentError as error:
+            return {"status": 200, "body": {"behind": str(error)[:_LONGEST]}}
         except ManifestError as error:
             return {"status": 409, "body": {"error": f"{REFUSED} {str(error)[:_LONGEST]}"}}
         except Exception as error:
@@ -70,25 +85,43 @@ class StoreAgent:
         directory = slots.slots_directory(self._root, learner, group=request["group"])
         with self._users:
             slots.enter(directory, server=server)
-        with self._locks[directory]:
-            try:
-                slot = self._fetch(request, directory)
-            except _MissingError:
-                return None
+        objects = self._objects(request["store"])
+        key = {name: value for name, value in request.items() if name != "server"}
+        fetches = self._fetches[directory]
+        found = fetches.submit(key, lambda: self._persist(key, directory, objects))
+        while not wait([found], max(_TICK, _PATIENCE - objects.silence.seconds)).done:
+            if (silent := objects.silence.seconds) >= _PATIENCE:
+                raise _SilentError(f"its host has no answer from {objects.url} for {silent:.0f} s")
+        if (slot := found.result()) is None:
+            return None
         self._leave(server, keep=directory)
         return str(slot)
+
+    def _persist(self, request: dict[str, Any], directory: Path, objects: Objects) -> Path | None:
+        """Returns the slot with the requested version, None if it is needed whole. Goes on until
+        the store answers, a newer version is requested or the last server leaves; then raises
+        StoreError."""
+        while True:
+            try:
+                return self._fetch(request, directory, objects)
+            except _MissingError:
+                return None
+            except StoreError:
+                silent = objects.silence.seconds
+                if not silent or self._fetches[directory].waiting or not directory.exists():
+                    raise
+            time.sleep(_PROBES)
 
     def _leave(self, server: str, *, keep: Path | None) -> None:
         with self._users:
             others = [path for path in self._root.iterdir() if path != keep]
             slots.leave(others, server=server)
 
-    def _fetch(self, request: dict[str, Any], directory: Path) -> Path:
+    def _fetch(self, request: dict[str, Any], directory: Path, objects: Objects) -> Path:
         own = slots.complete_slots(directory)
         for slot in own:
             if slot.name == request["manifest"]:  # for another server of this host
                 return slot.directory
-        objects = self._objects(request["store"])
         data = _intact(objects, request["manifest"])
         content = version.parse_version(data)
         if content.learner._asdict() != request["learner"]:

@@ -2,24 +2,39 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import stat
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from jaxrl.bridge.base import UnavailableError
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.store.clients import Clients, Silence
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 INSTALL = "pip install 'jaxrl[store]'"
 
-_RETRIES = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}  # obstore: 3 minutes
-_TIMEOUT = "60s"  # for a request; a chunk has 2 MiB
+_BLOCK = 1 << 16  # bytes of an object that count as a sign of life
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+# Settings that obstore reads from the environment only if it is given none.
+_SETTINGS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "http1_only",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "root_certificate",
+    "user_agent",
+)
 
 
 class StoreError(UnavailableError):
@@ -104,54 +119,52 @@ class Store:
 
 
 class Objects:
-    """Objects by name below a store's address."""
+    """Objects by name below a store's address, `url`."""
 
     def __init__(self, store: Store) -> None:
         """Makes the client without a request; raises StoreError if the packages are not installed,
         or the store cannot be used."""
-        url = store.url
+        self.url, self._directory = store.url, directory_of(store.url)
         if not available():
-            raise StoreError(f"{url} needs the packages obstore and zstandard: {INSTALL}")
-        from obstore.store import LocalStore, from_url
-
-        self._url, self._directory = url, directory_of(url)
+            raise StoreError(f"{self.url} needs the packages obstore and zstandard: {INSTALL}")
         with self._named():
+            self._clients = Clients(functools.partial(_client, store))
             if self._directory is not None:
-                self._store: Any = LocalStore(self._directory, automatic_cleanup=True)
-                self._lister = self._store
                 check_owner(self._directory)
-                return
-            options: dict[str, Any] = {"retry_config": _RETRIES}
-            if url.startswith("http"):  # the environment sets the options of buckets
-                options["client_options"] = {
-                    "timeout": _TIMEOUT,
-                    "allow_http": True,
-                    "default_headers": auth.headers(store.key),
-                }
-            self._store = from_url(url, **options)
-            if url.startswith("http"):  # many answer that they cannot list with a server's error
-                options["retry_config"] = {"max_retries": 0}
-            self._lister = from_url(url, **options)
+
+    @property
+    def silence(self) -> Silence:
+        """Of the store, towards this client."""
+        return self._clients.silence
 
     def put(self, name: str, data: Any) -> None:
         """Writes an object; it appears whole or not at all. Raises StoreError."""
         with self._named(name):
-            self._store.put(name, data, use_multipart=False)
+            self._clients.write(lambda client: client.put(name, data, use_multipart=False))
 
     def get(self, name: str) -> memoryview:
         """Returns an object; raises StoreError, and MissingObjectError if the store lacks it."""
+
+        def get(client: Any) -> bytes:
+            blocks = []
+            for block in client.get(name).stream(_BLOCK):
+                self.silence.heard()
+                blocks.append(block)
+            return b"".join(blocks)
+
         with self._named(name):
-            return memoryview(self._store.get(name).bytes())
+            return memoryview(self._clients.read(get))
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; ignores failures, because a leftover object costs only space."""
-        try:
-            with self._named():
-                self._store.delete(names)
-        except StoreError:  # a web server stops at the first that is missing
-            for name in names:
-                with contextlib.suppress(StoreError), self._named():
-                    self._store.delete(name)
+        with contextlib.suppress(StoreError), self._named():
+            self._clients.once(lambda client: client.delete(names))
+            return
+        for name in names:  # a web server stops at the first that is missing
+            if self.silence.seconds:  # or it does not answer
+                return
+            with contextlib.suppress(StoreError), self._named():
+                self._clients.once(lambda client, name=name: client.delete(name))
 
     def delete_drafts(self, *, but: str) -> None:
         """Deletes half-written files that a killed process left in a directory, except those whose
@@ -164,8 +177,14 @@ class Objects:
 
     def names(self) -> list[str]:
         """Returns all names; an empty list if the store cannot list, like most web servers."""
+
+        def names(client: Any) -> list[str]:
+            return [entry["path"] for page in client.list() for entry in page]
+
         with contextlib.suppress(StoreError), self._named():
-            return [entry["path"] for page in self._lister.list() for entry in page]
+            if self.url.startswith("http"):  # many answer with a server's error
+                return names(self._clients.hasty())
+            return self._clients.once(names)
         return []
 
     @contextlib.contextmanager
@@ -175,8 +194,24 @@ class Objects:
         try:
             yield
         except (BaseError, OSError) as error:
-            where = f"{self._url.rstrip('/')}/{name}" if name else self._url
+            where = f"{self.url.rstrip('/')}/{name}" if name else self.url
             text = str(error).partition("\n\nDebug source:")[0]
+            if name and (silent := self.silence.seconds):
+                text = f"no answer for {silent:.0f} s: {text}"
             missing = NotFoundError, FileNotFoundError
             kind = MissingObjectError if isinstance(error, missing) else StoreError
             raise kind(f"{where}: {text[:500]}") from error
+
+
+def _client(store: Store, options: Any, retries: Any) -> Any:
+    from obstore.store import LocalStore, from_url
+
+    scheme = urllib.parse.urlsplit(store.url).scheme
+    if (directory := directory_of(store.url)) is not None:
+        return LocalStore(directory, automatic_cleanup=True)
+    if prefix := _PREFIXES.get(scheme):
+        found = {name: os.environ.get(prefix + name.upper()) for name in _SETTINGS}
+        options = options | {name: text for name, text in found.items() if text is not None}
+    else:
+        options = options | {"allow_http": True, "default_headers": auth.headers(store.key)}
+    return from_url(store.url, client_options=options, retry_config=retries)

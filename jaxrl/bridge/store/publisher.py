@@ -25,7 +25,8 @@ def bring(server: VllmServer, upload: Upload, request: dict[str, Any]) -> PurePa
 
     Raises:
       RefusedError: the server belongs to another learner, or its host has no agent.
-      UnavailableError: the server, its agent or the store does not answer.
+      BehindError: the store does not answer the host.
+      UnavailableError: the server or its agent does not answer, or the store lacks the version.
     """
     found = server.fetch(request) or server.fetch(upload.complete())
     found = found or server.fetch(upload.complete(again=True))

@@ -165,7 +165,7 @@ class Upload:
             if again not in self._completed:
                 others = self._complete_others(again=again)
                 files = (*others, *self._writer.complete(again=again))
-                self._record(self._current._replace(files=files))
+                self._record(self._current._replace(files=files), again=again)
                 self._completed.add(again)
             return self._request
 
@@ -174,7 +174,7 @@ class Upload:
         named = set[str]().union(*self._named)
         self.objects.delete(sorted(named.union(self.objects.names())))
 
-    def _record(self, made: StoredVersion) -> None:
+    def _record(self, made: StoredVersion, *, again: bool = False) -> None:
         """Writes a manifest, and deletes objects that neither of the last two versions names."""
         data = version.dump(made)
         name = version.name(data, version=made.version)
@@ -186,4 +186,5 @@ class Upload:
         self._named = [*self._named[-1:], kept]
         self.objects.delete(sorted(set[str]().union(*old) - set[str]().union(*self._named)))
         self._current = made
-        self._request = {**self._request, "manifest": name}
+        # A request with `again` is not the one that an agent may still be working on.
+        self._request = {**self._request, "manifest": name, "again": again}

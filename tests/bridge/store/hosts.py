@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import LearnerIdentity, UnavailableError
+from jaxrl.bridge.base import BehindError, LearnerIdentity, UnavailableError
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.store.agent import StoreAgent
 from tests.bridge.cases import Recorder
@@ -33,6 +33,8 @@ class HostedRecorder(Recorder, abc.ABC):
         status, body = self.ask(json.dumps({**request, "learner": self.learner._asdict()}))
         if status != 200:
             raise UnavailableError(body["error"])
+        if "behind" in body:
+            raise BehindError(body["behind"])
         self.whole += body["directory"] is None
         return None if body["directory"] is None else Path(body["directory"])
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,16 +303,19 @@ def test_deleting_goes_on_past_what_is_missing(
     objects = Objects(Store(tmp_path.as_uri(), None))
     for name in "abc":
         objects.put(name, b"x")
-    real = objects._store
+    once = objects._clients.once
 
-    class Strict:
-        def delete(self, names: Any) -> None:
+    def strict(delete: Any) -> None:
+        def deleted(names: Any) -> None:
             if isinstance(names, list):
                 raise FileNotFoundError("b")
-            real.delete(names)
+            once(lambda client: client.delete(names))
 
-    monkeypatch.setattr(objects, "_store", Strict())
+        delete(SimpleNamespace(delete=deleted))
+
+    monkeypatch.setattr(objects._clients, "once", strict)
     objects.delete(["a", "missing", "b", "c"])
+    monkeypatch.undo()
     assert objects.names() == []
 
 

@@ -1,0 +1,231 @@
+"""A link that swallows what it is given holds up no publish of the other hosts."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.bridge import swap
+from jaxrl.bridge.base import UnavailableError
+from jaxrl.bridge.in_vllm import relay
+from jaxrl.bridge.store import agent, clients, slots
+from jaxrl.bridge.store.objects import StoreError
+from tests.bridge.cases import ListSource
+from tests.bridge.store.hosts import RelayedRecorder
+from tests.bridge.store.test_store import check, publisher, weights
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+from benchmarks.link import Link
+
+LONG = 30.0  # seconds; a test that waits for so long fails
+
+
+class WebStore(ThreadingHTTPServer):
+    """A web server that keeps what it is given."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.port: int = self.server_address[1]
+        self.objects: dict[str, bytes] = {}
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: WebStore
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_PUT(self) -> None:
+        self.server.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(201, b"")
+
+    def do_GET(self) -> None:
+        data = self.server.objects.get(self.path)
+        self.answer(404 if data is None else 200, data or b"")
+
+    def do_DELETE(self) -> None:
+        self.answer(404 if self.server.objects.pop(self.path, None) is None else 200, b"")
+
+    def answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("ETag", '"x"')
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Swallower(Link):
+    """A link that drops what comes back from the server while it is `dead`."""
+
+    def __init__(self, target: int, **options: Any) -> None:
+        self.dead = threading.Event()
+        self.swallowed = 0  # blocks
+        super().__init__(target, damage=self._damaged, **options)
+
+    def _damaged(self, block: bytes) -> bytes:
+        if not self.dead.is_set():
+            return block
+        self.swallowed += 1
+        return b""
+
+
+class Host(RelayedRecorder):
+    """A server whose host reaches the store over a link; relay, socket and agent are real."""
+
+    def __init__(self, directory: Path, link: Swallower, *, store: int) -> None:
+        super().__init__(directory)
+        self.payloads.mkdir(parents=True)
+        self.link, self._store = link, store
+        self.url = f"http://{directory.name}:8000"
+        self.agent = agent.StoreAgent(self.payloads, key=None)
+        server = agent._Server(directory / relay.SOCKET, self.agent)
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+
+    def ask(self, text: str) -> tuple[int, Any]:
+        return super().ask(text.replace(f":{self._store}/", f":{self.link.port}/"))
+
+    @property
+    def held(self) -> list[int]:
+        """Versions in complete slots, the newest first."""
+        (directory,) = self.payloads.iterdir()
+        return [slot.content.version for slot in slots.complete_slots(directory)]
+
+    def answered(self) -> bool:
+        url = f"http://127.0.0.1:{self.link.port}"
+        (name,) = {"/".join(path.split("/")[:3]) for path in self.objects}
+        return self.agent._objects(url + name).silence.seconds == 0
+
+    objects: dict[str, bytes]
+
+
+def until(right: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not right():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebStore]:
+    """Runs a store; all time-outs are short."""
+    monkeypatch.setattr(clients, "_TIMEOUTS", (1, 1, 1))
+    monkeypatch.setattr(agent, "_PATIENCE", 0.5)
+    monkeypatch.setattr(agent, "_PROBES", 0.1)
+    monkeypatch.setattr(agent, "_PAUSE", 0.0)
+    with WebStore() as running:
+        yield running
+
+
+@pytest.fixture
+def hosts(store: WebStore, tmp_path: Path) -> Iterator[list[Host]]:
+    with ExitStack() as stack:
+        links = [stack.enter_context(Swallower(store.port)) for _ in "ab"]
+        found = [
+            Host(tmp_path / name, link, store=store.port)
+            for name, link in zip("ab", links, strict=True)
+        ]
+        for one in found:
+            one.objects = store.objects
+        yield found
+
+
+def test_a_dead_link_holds_up_no_publish(store: WebStore, hosts: list[Host]) -> None:
+    """Its host fetches the version when the link is back, and takes part in the next publish."""
+    near, far = hosts
+    with publisher(hosts, f"http://127.0.0.1:{store.port}") as learner:
+
+        def publish(number: int, *, late: bool) -> None:
+            tensors, before = weights(number, changed=0.1), far.version
+            learner.publish(ListSource(tensors), version=number)
+            check(near, tensors)
+            if late:
+                assert far.version == before
+                assert "no answer from http://127.0.0.1" in far.failed
+            else:
+                check(far, tensors)
+
+        publish(0, late=False)
+        files = list(far.payloads.glob("*/slot-*/*"))
+        served = {path: path.read_bytes() for path in files}
+        assert served
+        far.link.dead.set()
+        publish(1, late=True)
+        far.link.dead.clear()
+        until(lambda: far.held == [1, 0])  # in the background
+        assert all(path.read_bytes() == data for path, data in served.items())
+        assert far.version == 0  # a server takes part in whole publishes only
+        publish(2, late=False)
+        assert far.whole == 0
+        far.link.dead.set()
+        swallowed = far.link.swallowed
+        start = time.monotonic()
+        for number in range(3, 7):
+            publish(number, late=True)
+        assert time.monotonic() - start < LONG
+        assert far.link.swallowed > swallowed
+        far.link.dead.clear()
+        until(far.answered)
+        publish(7, late=False)
+        publish(8, late=False)
+        assert far.whole == 1
+
+
+def test_a_slow_link_is_waited_for(store: WebStore, tmp_path: Path) -> None:
+    """A link on which bytes arrive is not dead."""
+    with Swallower(store.port, bandwidth=3e6) as link:
+        slow = Host(tmp_path / "slow", link, store=store.port)
+        with publisher([slow], f"http://127.0.0.1:{store.port}") as learner:
+            timings = learner.publish(ListSource(weights(0)), version=0)
+            check(slow, weights(0))
+            assert timings.fetch > 2 * agent._PATIENCE
+
+
+def test_a_publish_waits_for_the_first_host(
+    store: WebStore, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_PAUSE", 0.1)
+    url = f"http://127.0.0.1:{store.port}"
+    with publisher(hosts, url) as learner:
+        learner.publish(ListSource(weights(0)), version=0)
+        for host in hosts:
+            host.link.dead.set()
+        monkeypatch.setattr(swap, "_ALL_BEHIND", 1.0)
+        with pytest.raises(UnavailableError) as error:
+            learner.publish(ListSource(weights(1)), version=1)
+        for host in hosts:
+            assert host.version == 0
+            assert f"{host.url}: its host has no answer from " in str(error.value)
+            assert f"http://127.0.0.1:{host.link.port}/jaxrl-" in str(error.value)
+        monkeypatch.setattr(swap, "_ALL_BEHIND", LONG)
+        threading.Timer(0.5, hosts[1].link.dead.clear).start()
+        learner.publish(ListSource(weights(2)), version=2)
+        check(hosts[1], weights(2))
+        assert hosts[0].version == 0
+
+
+def test_an_upload_that_cannot_go_on_is_an_error(store: WebStore, hosts: list[Host]) -> None:
+    with Swallower(store.port) as link:
+        learner = publisher(hosts[:1], f"http://127.0.0.1:{link.port}")
+        hosts[0].link.dead.set()
+        link.dead.set()
+        with pytest.raises(StoreError, match=r"/chunks/.*: no answer for [3-9] s: "):
+            learner.publish(ListSource(weights(0)), version=0)
+        start = time.monotonic()
+        learner.close()  # one with all time-outs would take 3 s, a chunk after the other
+        assert time.monotonic() - start < 6
