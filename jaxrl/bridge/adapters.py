@@ -6,10 +6,12 @@ frozen base weights reach each server once, through a `WeightPublisher`.
 """
 
 import contextlib
+import itertools
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -25,12 +27,15 @@ PublishBase = Callable[[Sequence[VllmServer], WeightSource, int], None]
 """Publishes a version of the base weights to some servers; raises as `WeightPublisher.publish`."""
 
 
+Place = Callable[[VllmServer], PurePath]
+"""server -> directory of a version on that server's host; raises as `bring`."""
+
+
 class Delivery(NamedTuple):
     """A way to the servers for the directory of each version."""
 
     root: Path  # existing; each version gets a directory below it
-    # (directory, version) -> server -> directory on that server's host; raises as `bring`
-    send: Callable[[Path, int], Callable[[VllmServer], PurePath]]
+    send: Callable[[Path, int], Place]  # (directory, version) -> place
 
 
 def in_place(root: Path) -> Delivery:
@@ -99,7 +104,7 @@ class AdapterPublisher:
             return Timings(fetch=fetched - start, load=time.perf_counter() - fetched)
 
         try:
-            timings = swap_weights(self._with_base(params, version), load)
+            timings = swap_weights(self._with_base(params, version, place), load)
         except RefusedError:
             self._remove(name)
             raise
@@ -108,7 +113,7 @@ class AdapterPublisher:
             self._remove(self._names.pop(0))
         return name, timings._replace(write=written)
 
-    def _with_base(self, params: Adapted, version: int) -> list[VllmServer]:
+    def _with_base(self, params: Adapted, version: int, place: Place) -> list[VllmServer]:
         """Publishes the base weights where they are missing; returns the servers that hold them."""
         ready: list[VllmServer] = []
         without: list[VllmServer] = []
@@ -119,6 +124,10 @@ class AdapterPublisher:
                 (ready if label is not None and server.serves(label) else without).append(server)
             except UnavailableError as error:
                 failures.append(error)
+        if ready:  # the base is not written for hosts that cannot fetch so much as an adapter
+            with ThreadPoolExecutor(max(1, len(without))) as pool:
+                reached = pool.map(lambda server: _reaches(server, place), without)
+                without = list(itertools.compress(without, reached))
         if without:
             source = ParamsSource(params.frozen, self._specs.frozen, dtype=self._wire)
             try:
@@ -142,3 +151,12 @@ class AdapterPublisher:
         for server in self._servers:
             server.unload_adapter(name)
         shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def _reaches(server: VllmServer, place: Place) -> bool:
+    try:
+        place(server)
+    except (RefusedError, UnavailableError) as error:
+        server.fail(error)
+        return False
+    return True

@@ -108,4 +108,5 @@ class UnavailableError(RuntimeError):
 
 
 class BehindError(UnavailableError):
-    """The store does not answer the server's host, whose agent goes on fetching the version."""
+    """The server cannot be given the version yet: its host or the server did not answer the last
+    time. Nothing waits for it while another server has the version."""

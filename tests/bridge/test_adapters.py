@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.bridge.adapters import AdapterPublisher, in_place
-from jaxrl.bridge.base import RefusedError, UnavailableError
+from jaxrl.bridge.adapters import AdapterPublisher, Delivery, in_place
+from jaxrl.bridge.base import BehindError, RefusedError, UnavailableError
 from jaxrl.huggingface import peft
 from jaxrl.models import lora, spec
 from jaxrl.models.model import decoder
@@ -121,6 +121,44 @@ def test_server_refusing_the_base_is_skipped(servers, tmp_path):
         server.label = "default"
     with pytest.raises(RefusedError, match="float16"):
         publisher.publish(adapted(3), version=3)
+
+
+def test_a_host_that_cannot_read_the_store_gets_no_base(servers, tmp_path):
+    """The base is large, and would be written at every publish."""
+    based: list[list[str]] = []
+    cut = {"http://b"}
+
+    def publish_base(those, source, version):
+        del source
+        based.append([server.url for server in those])
+        for server in those:
+            if server.url not in cut:
+                server.label = str(version)
+
+    def send(directory, _):
+        def place(server):
+            if server.url in cut:
+                raise BehindError("no answer")
+            return directory
+
+        return place
+
+    publisher = AdapterPublisher(
+        servers,
+        Delivery(tmp_path, send),
+        specs=SPECS,
+        base="base",
+        wire=BF16,
+        publish_base=publish_base,
+    )
+    for version in range(3):
+        publisher.publish(adapted(version), version=version)
+    assert servers[1].failed == "no answer"
+    cut.clear()
+    publisher.publish(adapted(3), version=3)
+    assert based == [["http://a", "http://b"], ["http://b"]]
+    assert [server.label for server in servers] == ["0", "3"]
+    assert len(servers[1].adapters) == 1
 
 
 def test_a_returning_server_gets_base_and_adapter(publisher, servers):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxrl.bridge import swap
 from jaxrl.bridge.base import (
     LAPSED,
     POISONED,
@@ -21,6 +22,7 @@ from jaxrl.bridge.base import (
     Timings,
     UnavailableError,
 )
+from jaxrl.bridge.servers import control
 from jaxrl.bridge.servers.control import ControlError, VllmServer
 from jaxrl.bridge.store.objects import StoreError
 from jaxrl.bridge.swap import swap_weights
@@ -245,6 +247,31 @@ def test_untried_version_is_reported_once(version, told):
         client.close()
     assert len(lines) == told
     assert all(f"{server.url} runs vLLM 0.33.0" in line for line in lines)
+
+
+def test_a_server_that_does_not_answer_is_seldom_asked(two, monkeypatch):
+    """As one behind a link that swallows packets, which would hold up every publish."""
+    (_, dead), servers = two
+    monkeypatch.setattr(control, "_PROBE_TIMEOUT", 0.2)
+    asked, answer, respond = list[str](), threading.Event(), dead.respond
+
+    def silent(path: str, body: dict[str, Any]) -> tuple[int, str]:
+        asked.append(path)
+        return respond(path, body) if answer.wait(30) else (500, "")
+
+    dead.respond = silent
+    servers[1].fail(UnavailableError("it did not answer"))
+    for version in range(1, 9):
+        publish(servers, version)
+        assert not servers[1].connected
+    assert asked == ["/health"]
+    monkeypatch.setattr(swap, "_ALL_BEHIND", 0.0)
+    with pytest.raises(UnavailableError, match=f"{servers[1].url}: GET {servers[1].url}/health"):
+        publish(servers[1:], 9)
+    answer.set()
+    monkeypatch.setattr(swap, "_ALL_BEHIND", 30.0)
+    publish(servers[1:], 10)  # waits until it asks again
+    assert dead.version == "10"
 
 
 def test_the_run_says_which_server_is_behind_and_by_how_much(two):

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import socket
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,11 @@ from jaxrl.bridge.base import (
 from jaxrl.bridge.in_vllm import auth, lease, relay
 
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
+_REST = 10  # times as long as it let a probe wait, a failed server is not probed again
+_CONNECT_TIMEOUT = 10.0  # seconds; the kernel accepts connections, however busy the server is
+# A connection is given up after 20 s in which the other end acknowledges nothing, though vLLM may
+# take its time to answer.
+_KEEP_ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
@@ -67,13 +73,18 @@ class VllmServer:
         self._client = httpx2.Client(
             base_url=f"http://{parts.netloc}",
             headers=auth.headers(api_key),
-            limits=httpx2.Limits(max_keepalive_connections=0),
-            trust_env=False,  # no proxy between a run and its servers
+            transport=httpx2.HTTPTransport(
+                limits=httpx2.Limits(max_keepalive_connections=0),
+                trust_env=False,  # no proxy between a run and its servers
+                socket_options=_keep_alive(),
+            ),
+            trust_env=False,
         )
         self._timeout = timeout
         self._init_info: dict[str, Any] = {}
         self._learner: dict[str, str] = {}
         self._admitted = False  # by the server, which then admits no other learner
+        self._rests = 0.0  # until this time
 
     def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
         """Announces a learner, the directory of its payloads and the dtypes.
@@ -165,7 +176,10 @@ class VllmServer:
         """Tells whether the server samples from the weights that this learner published as `label`;
         raises UnavailableError if the server does not answer."""
         with self._tracked():
-            found = self.weight_version(timeout=None if self.connected else _PROBE_TIMEOUT)
+            if self.connected:
+                found = self.weight_version()
+            else:
+                found = self._probe("/weight_info")["weight_version"]
         self.connected = found == self._label(label)
         return self.connected
 
@@ -191,10 +205,10 @@ class VllmServer:
             if self.connected:
                 self._call("POST", "/v1/unload_lora_adapter", adapter, timeout=_PROBE_TIMEOUT)
 
-    def weight_version(self, *, timeout: float | None = None) -> str:
+    def weight_version(self) -> str:
         """Returns the version and the learner's session that the server reports, separated by "@",
         or "default" before the first publish."""
-        return self._call("GET", "/weight_info", timeout=timeout)["weight_version"]
+        return self._call("GET", "/weight_info")["weight_version"]
 
     def dtype(self) -> str:
         """Returns the dtype that the server computes in, such as "bfloat16". Takes 15 seconds,
@@ -246,16 +260,33 @@ class VllmServer:
             self.version = str((self._call("GET", "/version") or {}).get("version", ""))
 
     def _reconnect(self) -> None:
-        """Connects a server whose last operation failed; raises ControlError if its health is bad
-        in a way that the next publish does not repair."""
+        """Connects a server whose last operation failed.
+
+        Raises:
+          ControlError: its health is bad in a way that the next publish does not repair.
+          BehindError: as `_probe`.
+        """
         if self.connected:
             return
         try:
-            self._call("GET", "/health", timeout=_PROBE_TIMEOUT)
+            self._probe("/health")
         except _ServerFaultError as error:
             if UNFINISHED not in str(error):
                 raise
         self._connect()
+
+    def _probe(self, path: str) -> Any:
+        """Asks a server whose last operation failed. One that does not answer is not asked at every
+        publish; then raises BehindError."""
+        if time.monotonic() < self._rests:
+            raise BehindError(self.last_error)
+        start = time.monotonic()
+        try:
+            return self._call("GET", path, timeout=_PROBE_TIMEOUT)
+        except _UnreachableError:
+            now = time.monotonic()
+            self._rests = now + _REST * (now - start)
+            raise
 
     def _label(self, version: str) -> str:
         """Returns the server's name for a version of this learner; other learners' names differ."""
@@ -301,7 +332,8 @@ class VllmServer:
     ) -> Any:
         where, timeout = f"{method} {self.url}{path}", timeout or self._timeout
         try:
-            response = self._client.request(method, path, json=body, timeout=timeout)
+            limits = httpx2.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT))
+            response = self._client.request(method, path, json=body, timeout=limits)
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
@@ -311,6 +343,16 @@ class VllmServer:
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
+
+
+def _keep_alive() -> list[tuple[int, int, int]]:
+    """Returns the options of `_KEEP_ALIVE` that this system has."""
+    levels = {"SO": socket.SOL_SOCKET, "TCP": socket.IPPROTO_TCP}
+    return [
+        (levels[name.partition("_")[0]], getattr(socket, name), value)
+        for name, value in _KEEP_ALIVE.items()
+        if hasattr(socket, name)
+    ]
 
 
 def _said(text: str) -> str:
