@@ -21,6 +21,9 @@ SECONDS = "JAXRL_LEASE"
 """Environment variable of a server: seconds between two requests of a publish, by default 30."""
 HEADER = "X-Jaxrl-Learner"
 """Header with the learner's identity, in every request that changes a server."""
+PUBLISH = "X-Jaxrl-Publish"
+"""Header with the identity of a publish, in its requests: one that comes late belongs to an earlier
+publish."""
 
 _DEFAULT = 30.0  # a learner makes the requests of a publish without a break
 _CONNECT, _DISCONNECT = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
@@ -53,6 +56,7 @@ class Lease:
             raise ValueError(f"{SECONDS} = {text!r} must be a number of seconds above 0")
         self._owner: str | None = None  # header of the learner that connected last
         self._open = self._expired = False  # the publish
+        self._publish: str | None = None  # its identity
         self._paused = False  # the server
         self._loaded = self._unnamed = False  # as in `BridgeEngine`
         self._fault = ""  # reason of ill health
@@ -67,7 +71,7 @@ class Lease:
             await respond(send, 503, {"error": f"{UNFINISHED} {self._fault}"})
         elif path not in (_CONNECT, _DISCONNECT, _PAUSE, *_STEPS, *_OTHERS):
             await self._app(scope, receive, send)
-        elif refusal := self._refusal(path, _sender(scope)):
+        elif refusal := self._refusal(path, scope):
             await respond(send, 409, {"error": f"{REFUSED} {refusal}"})
         elif path in (_PAUSE, *_STEPS):
             await self._step(path, scope, receive, send)
@@ -78,10 +82,10 @@ class Lease:
             elif status == 200 and path == _DISCONNECT:
                 self._owner = None
 
-    def _refusal(self, path: str, sender: str | None) -> str:
+    def _refusal(self, path: str, scope: Message) -> str:
         if path == _CONNECT:  # the engine decides
             return ""
-        if self._owner is not None and self._owner != sender:
+        if self._owner is not None and self._owner != _sender(scope):
             name = urllib.parse.unquote(self._owner.partition(" ")[2])
             return f"the server takes weights from learner {name!r}; see {TAKE_OVER} in the docs"
         if path in _STEPS and self._expired:
@@ -89,6 +93,8 @@ class Lease:
                 f"{LAPSED}: it made no request for {self._seconds:g} s ({SECONDS}), so the server "
                 "ended it; publish again"
             )
+        if path in _STEPS and self._publish != _header(scope, PUBLISH):
+            return f"{LAPSED}: another one has begun since; publish again"
         return ""
 
     async def _step(self, path: str, scope: Message, receive: Receive, send: Send) -> None:
@@ -98,6 +104,8 @@ class Lease:
         if self._task is not None:
             await self._task  # otherwise the server would resume after this pause
         self._open, self._expired = True, False
+        if path == _PAUSE:
+            self._publish = _header(scope, PUBLISH)
         before = self._unnamed
         if path == _UPDATE:
             self._loaded, self._unnamed = False, True
@@ -175,5 +183,9 @@ class Lease:
 
 
 def _sender(scope: Message) -> str | None:
-    values = header_values(scope, HEADER.lower().encode())
+    return _header(scope, HEADER)
+
+
+def _header(scope: Message, name: str) -> str | None:
+    values = header_values(scope, name.lower().encode())
     return values[0].decode("latin-1") if len(values) == 1 else None

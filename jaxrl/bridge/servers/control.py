@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import secrets
 import socket
 import time
 import urllib.parse
@@ -159,6 +160,7 @@ class VllmServer:
         with self._tracked():
             self._reconnect()
             marks = [time.perf_counter()]
+            self._client.headers[lease.PUBLISH] = secrets.token_hex(8)
             # The KV cache belongs to the old weights; vLLM recomputes it for requests in flight.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())

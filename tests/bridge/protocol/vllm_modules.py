@@ -1,0 +1,69 @@
+"""The engine of the bridge without vLLM, whose names it imports are replaced by simple ones."""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+from unittest import mock
+
+_A, _B = TypeVar("_A"), TypeVar("_B")
+
+
+class _Engine(Generic[_A, _B]):
+    """As vLLM's `WeightTransferEngine`, as far as the bridge uses it."""
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self.model, self.model_config = model, model_config
+
+
+@dataclass
+class _Info:
+    """A request's body."""
+
+
+def _nothing(*_: Any) -> None:
+    """Opens or closes a model that takes weights at any time."""
+
+
+_NAMES: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "vllm.config": {"ModelConfig": object},
+    "vllm.distributed": {},
+    "vllm.distributed.weight_transfer": {},
+    "vllm.distributed.weight_transfer.base": {
+        "WeightTransferEngine": _Engine,
+        "WeightTransferInitInfo": _Info,
+        "WeightTransferUpdateInfo": _Info,
+    },
+    "vllm.model_executor": {},
+    "vllm.model_executor.layers": {},
+    "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": type("Head", (), {})},
+    "vllm.model_executor.model_loader": {},
+    "vllm.model_executor.model_loader.reload": {
+        "initialize_layerwise_reload": _nothing,
+        "finalize_layerwise_reload": _nothing,
+    },
+    "vllm.model_executor.model_loader.reload.layerwise": {
+        "get_layerwise_info": lambda _: SimpleNamespace(loaded_weights=[], load_numel=0)
+    },
+}
+
+
+def engine_class() -> Any:
+    """Returns `BridgeEngine`; afterwards no module of vLLM is left, and the engine's neither."""
+    from jaxrl.bridge import in_vllm
+
+    name = "jaxrl.bridge.in_vllm.engine"
+    modules = {key: ModuleType(key) for key in _NAMES}
+    for key, values in _NAMES.items():
+        vars(modules[key]).update(values)
+    with mock.patch.dict(sys.modules, modules):
+        sys.modules.pop(name, None)
+        from jaxrl.bridge.in_vllm import engine
+
+        found = engine.BridgeEngine
+    sys.modules.pop(name, None)
+    with contextlib.suppress(AttributeError):
+        del in_vllm.engine
+    return found
