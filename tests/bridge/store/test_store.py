@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path, PurePath
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -294,29 +293,6 @@ def test_a_directory_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.Monk
     os.chown(root, 12346, -1) if os.getuid() == 0 else None
     with pytest.raises(StoreError, match="it belongs to another user"):
         publisher([], root.as_uri())
-
-
-def test_deleting_goes_on_past_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Web servers stop a list there."""
-    objects = Objects(Store(tmp_path.as_uri(), None))
-    for name in "abc":
-        objects.put(name, b"x")
-    once = objects._clients.once
-
-    def strict(delete: Any) -> None:
-        def deleted(names: Any) -> None:
-            if isinstance(names, list):
-                raise FileNotFoundError("b")
-            once(lambda client: client.delete(names))
-
-        delete(SimpleNamespace(delete=deleted))
-
-    monkeypatch.setattr(objects._clients, "once", strict)
-    objects.delete(["a", "missing", "b", "c"])
-    monkeypatch.undo()
-    assert objects.names() == []
 
 
 @pytest.mark.parametrize(
