@@ -180,7 +180,12 @@ def learn(
     with clock(seconds, "time/update"):
         pretraining = progress.step < run.config.critic.pretrain_steps
         state, learned = update(
-            run.learning, state, minibatches=minibatches, progress=progress, pretraining=pretraining
+            run.learning,
+            state,
+            minibatches=minibatches,
+            progress=progress,
+            pretraining=pretraining,
+            max_kl=run.config.train.max_kl,
         )
     return state, numbers | learned | seconds
 
@@ -192,9 +197,11 @@ def update(
     minibatches: Sequence[Minibatch],
     progress: Progress,
     pretraining: bool,
+    max_kl: float | None = None,
 ) -> tuple[State, Numbers]:
     """Takes one optimizer step on each minibatch: of the policy, and of the critic if there is one.
-    While `pretraining`, only the critic learns.
+    While `pretraining`, only the critic learns. The first step that finds the policy further than
+    `max_kl` from the sampler's is the last.
 
     Returns:
       (the new state, metrics: means over all steps, and the learning rate of the first).
@@ -208,7 +215,8 @@ def update(
     if coefficients:
         minibatches = [with_coefficients(m, coefficients) for m in minibatches]
     collected: Metrics = {}
-    for minibatch in minibatches:
+    left_out = 0
+    for taken, minibatch in enumerate(minibatches, start=1):
         if learning.critic is None:
             policy, metrics = learning.learner.step(state.policy, minibatch)
             state = State(policy)
@@ -217,13 +225,25 @@ def update(
         else:
             state, metrics = learning.critic.step(state, minibatch)
         collected = merge(collected, metrics)
+        if max_kl is not None and _divergence(metrics) > max_kl:
+            left_out = len(minibatches) - taken
+            break
     numbers = to_floats(collected) | {"learning_rate": learning_rate}
+    if max_kl is not None:
+        numbers["update/left_out"] = float(left_out)
     for name, controller in controllers.items():
         if controller.metric in numbers:
             numbers[f"{name}/coefficient"] = coefficients[name]
             measured = numbers[controller.metric]
             progress.coefficients[name] = controller.next(coefficients[name], measured=measured)
     return state, numbers
+
+
+def _divergence(metrics: Metrics) -> float:
+    """Reads from a step's metrics the policy's divergence from the sampler's before the step; 0 if
+    it is unknown. All processes of a run read the same number."""
+    name = "mismatch/k3_kl"
+    return to_floats({name: metrics[name]} if name in metrics else {}).get(name, 0.0)
 
 
 def evaluate(run: Run, progress: Progress) -> float | None:

@@ -8,19 +8,28 @@ from jaxrl.advantages.outcomes import Outcomes
 
 
 def gae(
-    rewards: np.ndarray, values: np.ndarray, action_mask: np.ndarray, *, gamma: float, lam: float
+    rewards: np.ndarray,
+    values: np.ndarray,
+    action_mask: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+    cut: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalized advantage estimation (arXiv:1506.02438) over one completion.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the
-    next token that the policy chose; after the last one V and A are 0. Tokens that the policy did
-    not choose are skipped: their rewards and values are not read, they discount nothing, and the
-    result there is 0.
+    next token that the policy chose. After the last one A is 0 and V is `cut`: 0 if the completion
+    ended there, and the critic's expectation of the rest if it was truncated. Tokens that the
+    policy did not choose are skipped: their rewards and values are not read, they discount nothing,
+    and the result there is 0.
 
     Example:
       >>> rewards, values, chosen = np.array([0, 9, 1]), np.array([0.5, 9, 0.75]), [1, 0, 1]
       >>> gae(rewards, values, chosen, gamma=1.0, lam=0.5)  # the tool's token is skipped
       (array([0.375, 0.   , 0.25 ], dtype=float32), array([0.875, 0.   , 1.   ], dtype=float32))
+      >>> gae(rewards, values, chosen, gamma=1.0, lam=0.5, cut=0.5)[0]  # more was to come
+      array([0.625, 0.   , 0.75 ], dtype=float32)
 
     Args:
       rewards: f[T], received for each token.
@@ -28,6 +37,7 @@ def gae(
       action_mask: bool[T], True where the policy chose the token.
       gamma: discount from one chosen token to the next.
       lam: 0 trusts the critic, 1 the rewards.
+      cut: the critic's expectation after the last token; 0 if nothing comes after it.
 
     Returns:
       (advantages, returns), both f32[T]; the critic's targets, returns, are advantages + values.
@@ -43,7 +53,7 @@ def gae(
             "must all have shape [T]"
         )
     expected = values[chosen]
-    surprises = rewards[chosen] + gamma * np.append(expected[1:], 0.0)[: len(expected)] - expected
+    surprises = rewards[chosen] + gamma * np.append(expected[1:], cut)[: len(expected)] - expected
     found, following = np.zeros(len(surprises)), 0.0
     for t in reversed(range(len(surprises))):
         following = surprises[t] + gamma * lam * following
@@ -143,10 +153,11 @@ def _estimated(
     outcomes: Outcomes, gamma: float, lam: Callable[[int], float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Applies `gae` to each completion; `lam` maps its number of action tokens."""
-    given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, strict=True)
+    cuts = np.zeros(len(outcomes.rewards)) if outcomes.cuts is None else outcomes.cuts
+    given = zip(outcomes.token_rewards(), _values(outcomes), outcomes.counted, cuts, strict=True)
     return [
-        gae(rewards, values, mask, gamma=gamma, lam=lam(int(mask.sum())))
-        for rewards, values, mask in given
+        gae(rewards, values, mask, gamma=gamma, lam=lam(int(mask.sum())), cut=float(cut))
+        for rewards, values, mask, cut in given
     ]
 
 

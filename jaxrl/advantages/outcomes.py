@@ -40,6 +40,8 @@ class Outcomes:
         reference (`rewards` has their sum); None without one.
       values: for each completion f32[C], a critic's expectation before each token; None without a
         critic.
+      cuts: f64[N], the critic's expectation after the last token of each truncated completion, 0
+        for one that ended; None if all ended.
       turns: for each completion the begin and end of each turn, and the environment's reward for it
         (`rewards` has their sum); None if completions have a single turn.
       greedy: () -> f64[N], the reward of each prompt's greedy completion, sampled on demand.
@@ -60,6 +62,7 @@ class Outcomes:
     weights: Mapping[str, float] = field(default_factory=dict)
     penalties: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
+    cuts: np.ndarray | None = None
     turns: Sequence[Sequence[tuple[int, int, float]]] | None = None
     greedy: Callable[[], np.ndarray] = _no_greedy
     energies: Callable[[], Sequence[np.ndarray]] = _no_energies

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxrl.config.section import Attention, DtypePolicy, OpenSection, Remat, RunDir, Section, Seed
 from jaxrl.core import Precision
@@ -51,6 +51,10 @@ class TrainConfig(Section):
     updates_per_rollout: PositiveInt = 1
     """Mini-batches per rollout batch, one optimizer step each; 1 is exactly on-policy."""
 
+    max_kl: PositiveFloat | None = None
+    """Early stop (PPO's target_kl): once `mismatch/k3_kl` of a mini-batch, in nats a token, exceeds
+    this, the rest of its rollout batch is left out. `update/left_out` counts the mini-batches."""
+
     dynamic_sampling_rounds: Annotated[int, Field(ge=0, le=10)] = 0
     """Dynamic sampling (DAPO): drop groups whose completions all earn the same reward, and sample
     up to this many times `train_batch` more prompts to fill the batch. Surplus groups are kept for
@@ -88,6 +92,11 @@ class TrainConfig(Section):
                 f"train.dynamic_sampling_rounds = {self.dynamic_sampling_rounds} drops groups with "
                 "equal rewards, and train.group_size = 1 makes all groups such; set it to 0, or "
                 "train.group_size to 2 or more"
+            )
+        if self.max_kl is not None and self.updates_per_rollout == 1:
+            yield (
+                f"train.max_kl = {self.max_kl:g} leaves out mini-batches after the first, and with "
+                "train.updates_per_rollout = 1 there are none; raise it, or leave train.max_kl out"
             )
         if completions % self.updates_per_rollout:
             yield (

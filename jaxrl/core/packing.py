@@ -148,8 +148,8 @@ def abstract_minibatch(
 def unpack(
     array: np.ndarray, rollouts: Sequence[Rollout], *, shape: MinibatchShape
 ) -> list[np.ndarray]:
-    """Inverts `pack_minibatch`: returns the part of an array [N, T] that belongs to each rollout's
-    completion, [C]."""
+    """Inverts `pack_minibatch`: returns the part of an array [N, T, ...] that belongs to each
+    rollout's completion, [C, ...]."""
     found: dict[int, np.ndarray] = {}
     for r, members in enumerate(plan_rows(rollouts, shape).members):
         for i, span in zip(members, _spans(rollouts, members, shape.align), strict=True):

@@ -18,7 +18,7 @@ from jaxrl.core.casts import cast
 from jaxrl.core.loss_scale import init_loss_scale
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision
-from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total
+from jaxrl.learner.critic import CriticLearner, critic_values, named, value_total, values_around
 from jaxrl.learner.policy import VALUE_HEAD, Learner, make_learner
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_update
 from jaxrl.losses import Recipe
@@ -58,7 +58,7 @@ class ActorCritic(NamedTuple):
 
     Attributes:
       init: the critic's params -> its state before the first step.
-      values: (states, minibatch) -> f32[N, T], as `CriticLearner.values`.
+      values: (states, minibatch) -> f32[N, T, 2], as `CriticLearner.values`.
       pretrain: (states, minibatch) -> (states, metrics), as `CriticLearner.step`; the policy is
         unchanged, bit for bit.
       step: (states, minibatch) -> (states, metrics); updates both.
@@ -128,6 +128,7 @@ def shared_trunk(
     )
     constrain = constrainer(param_shardings)
     values_of = functools.partial(critic_values, scorer, precision=precision)
+    around = functools.partial(values_around, scorer, precision=precision)
 
     alone = make_update(optimizer=optimizers.head, precision=precision)
 
@@ -135,7 +136,7 @@ def shared_trunk(
         return constrain(cast(states.policy.params | states.critic_state.params, precision.compute))
 
     def values(states: State, minibatch: Minibatch) -> jax.Array:
-        return by_microbatch(values_of)(whole(states), minibatch)
+        return by_microbatch(around)(whole(states), minibatch)
 
     def pretrain(states: State, minibatch: Minibatch) -> tuple[State, Metrics]:
         trunk = whole(states)

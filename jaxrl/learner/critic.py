@@ -18,7 +18,7 @@ from jaxrl.learner.update import LearnerState, make_forward, make_update
 from jaxrl.losses.scores import Scores
 from jaxrl.losses.value import Critic
 from jaxrl.models.model import Model
-from jaxrl.models.scorer import token_values
+from jaxrl.models.scorer import token_scores, token_values
 from jaxrl.models.spec import Params
 
 
@@ -27,8 +27,8 @@ class CriticLearner(NamedTuple):
 
     Attributes:
       init: params -> state before the first step.
-      values: (params, minibatch) -> f32[N, T], the critic's value before each action token, without
-        gradient; 0 elsewhere.
+      values: (params, minibatch) -> f32[N, T, 2], the critic's values without gradient: before each
+        action token, 0 elsewhere, and after each token, 0 at padding.
       step: (state, minibatch) -> (state, metrics); reads `batch.values` and `batch.returns`. Metric
         names begin with "value/".
     """
@@ -50,7 +50,8 @@ def make_critic(
     arguments see `make_update`."""
     precision = Precision.of(precision)
     values_of = functools.partial(critic_values, model, precision=precision)
-    values = make_forward(values_of, precision=precision, param_shardings=param_shardings)
+    around = functools.partial(values_around, model, precision=precision)
+    values = make_forward(around, precision=precision, param_shardings=param_shardings)
     update = make_update(optimizer=optimizer, precision=precision, param_shardings=param_shardings)
 
     def total(weights: Params, minibatch: Minibatch) -> tuple[jax.Array, Metrics]:
@@ -71,6 +72,17 @@ def critic_values(
     `precision.compute`."""
     hidden = model.hidden_of(weights, batch, precision=precision)
     return token_values(hidden, model.unembedding(weights), batch, precision=precision)
+
+
+def values_around(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> jax.Array:
+    """Computes `CriticLearner.values` of a batch, f32[B, T, 2]; for the arguments see
+    `critic_values`."""
+    hidden = model.hidden_of(weights, batch, precision=precision)
+    head = model.unembedding(weights)
+    after = jnp.where(batch.segments > 0, token_scores(hidden, head, precision=precision), 0)
+    return jnp.stack([token_values(hidden, head, batch, precision=precision), after], axis=-1)
 
 
 def value_total(

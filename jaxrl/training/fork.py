@@ -25,7 +25,8 @@ from jaxrl.training.run_directory import (
 # Keys that decide the arrays of a state.
 _STATE = ("critic.", "loss.", "lora.", "model.", "optimizer.", "precision")
 # Other keys than these change what is sampled, or how it is scored.
-_LEARNER = ("critic.", "loss.", "optimizer.", "train.steps", "train.updates_per_rollout", *ORDER)
+_TRAIN = ("train.max_kl", "train.steps", "train.updates_per_rollout")
+_LEARNER = ("critic.", "loss.", "optimizer.", *_TRAIN, *ORDER)
 
 
 class Fork(NamedTuple):

@@ -51,7 +51,7 @@ def compute_advantages(
     recipe = learning.recipe
 
     def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
-        """Scores rollouts: f32[C] for each, 0 where the policy did not choose the token."""
+        """Scores rollouts: f32[C], or f32[C, ...], for each."""
         found: list[np.ndarray] = []
         for some in (rollouts[part] for part in parts):
             minibatch = pack_minibatch(some, [0.0] * len(some), shape=learning.shape)
@@ -77,8 +77,10 @@ def compute_advantages(
     )
     values = returns = None
     if learning.critic is not None and recipe.critic is not None:
-        values = by_token(functools.partial(learning.critic.values, state))
-        outcomes = dataclasses.replace(outcomes, values=values)
+        around = by_token(functools.partial(learning.critic.values, state))
+        values = [before for before, _ in (one.T for one in around)]
+        cuts = [one[-1, 1] if r.truncated else 0.0 for one, r in zip(around, rollouts, strict=True)]
+        outcomes = dataclasses.replace(outcomes, values=values, cuts=np.array(cuts))
         returns = recipe.critic.returns(outcomes)
         numbers["value/explained_variance"] = explained_variance(returns, outcomes)
     advantages = estimate(recipe.advantages, outcomes)

@@ -64,6 +64,17 @@ def test_returns_are_advantages_and_values():
     np.testing.assert_allclose(returns[CHOSEN], [0.125, 0.25, 0.5, 1.0])
 
 
+def test_a_truncated_completion_has_a_value_ahead():
+    """The same completion is worth what the critic expects after the cut more, discounted; one
+    that ended has a cut of 0."""
+    (ended, _), (cut, other) = (
+        lambda_returns(outcomes(cuts=cuts), gamma=0.5, lam=1.0)
+        for cuts in (None, np.array([0.8, 0.0]))
+    )
+    np.testing.assert_allclose((cut - ended)[CHOSEN], [0.05, 0.1, 0.2, 0.4], rtol=1e-6)
+    np.testing.assert_array_equal(other, 0)
+
+
 def test_penalties_are_part_of_the_reward():
     penalties = [np.array([0.1, 0.0, 5.0, 0.2, 0.0]), np.zeros(2)]
     whole = outcomes(rewards=np.array([0.7, np.nan]), penalties=penalties)

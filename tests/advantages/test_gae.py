@@ -16,6 +16,33 @@ def test_a_worked_example():
     np.testing.assert_allclose(returns, advantages + VALUES, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("lam", "expected"),
+    [
+        (0.0, [1.094, 0.093, 1.092]),
+        (0.95, [2.147384, 1.120026, 1.092]),
+        (1.0, [1 + 0.9801 + 0.970299 * 0.8 - 0.5, 0.99 + 0.9801 * 0.8 - 0.6, 1.092]),
+    ],
+)
+def test_a_worked_example_that_was_cut(lam, expected):
+    """Values of T + 1 tokens, and no token is the last of an episode."""
+    rewards, values = np.array([1.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7])
+    found, returns = gae(rewards, values, np.ones(3, bool), gamma=0.99, lam=lam, cut=0.8)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(returns, found + values, rtol=1e-6)
+
+
+def test_cut_anywhere_the_surprises_before_it_are_the_same():
+    """A cut with the true value ahead is no surprise: lam = 0 sees a token and the next value."""
+    whole, _ = gae(REWARDS, VALUES, EVERY, gamma=0.99, lam=0.0)
+    for end in range(1, 4):
+        part = slice(0, end)
+        found, _ = gae(
+            REWARDS[part], VALUES[part], EVERY[part], gamma=0.99, lam=0.0, cut=VALUES[end]
+        )
+        np.testing.assert_array_equal(found, whole[part])
+
+
 def test_lambda_of_zero_and_one():
     surprises, _ = gae(REWARDS, VALUES, EVERY, gamma=0.99, lam=0.0)
     np.testing.assert_allclose(surprises, [0.094, 0.093, 0.092, 0.2], rtol=1e-6)

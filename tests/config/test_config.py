@@ -113,6 +113,7 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan"),
         ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': it lacks the prompt"),
         ({"train__updates_per_rollout": 3}, "32 x 8 = 256 completions; choose a divisor"),
+        ({"train__max_kl": 0.02}, "with train.updates_per_rollout = 1 there are none"),
         ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
         ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),

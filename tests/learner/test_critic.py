@@ -49,11 +49,12 @@ def minibatch(shape, *, values=None) -> Minibatch:
 
 
 def values_by_rollout(critic, shape) -> list[np.ndarray]:
+    """Values before and after each token, f32[C, 2] for each rollout."""
     values = critic.values(params(), minibatch(shape))
     return unpack(np.asarray(values), ROLLOUTS, shape=shape)
 
 
-def test_value_is_read_one_token_before(critic):
+def test_values_are_read_before_and_after_each_token(critic):
     """Packed equals unpacked equals one sequence alone."""
     packed = values_by_rollout(critic, PACKED)
     single = values_by_rollout(critic, SINGLE)
@@ -65,15 +66,16 @@ def test_value_is_read_one_token_before(critic):
     outputs = np.asarray(hidden[0] @ weights["score"][0])
     before = slice(len(rollout.prompt) - 1, tokens.shape[1] - 1)
     expected = np.where(rollout.action_mask, outputs[before], 0)
-    np.testing.assert_allclose(single[0], expected, atol=1e-5)
+    np.testing.assert_allclose(single[0][:, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(single[0][:, 1], outputs[len(rollout.prompt) :], atol=1e-5)
     for a, b, one in zip(packed, single, ROLLOUTS, strict=True):
-        assert a.shape == one.completion.shape
+        assert a.shape == (len(one.completion), 2)
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_it_learns_what_was_received(critic):
     state = critic.init(params())
-    values = values_by_rollout(critic, SINGLE)
+    values = [one[:, 0] for one in values_by_rollout(critic, SINGLE)]
     batch = minibatch(SINGLE, values=values)
     losses = []
     for _ in range(40):

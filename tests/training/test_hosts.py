@@ -172,6 +172,8 @@ def keys(material: Path, run_dir: Path) -> dict[str, str]:
         "reward.path": f"{material}/reward.py:vowels",
         "train.steps": STEPS,
         "train.microbatch_tokens": 16,
+        "train.updates_per_rollout": 4,
+        "train.max_kl": 1e-4,  # passed at each second mini-batch: all processes stop alike
         "checkpoint.every": 100,
         "mesh.data": 2,
         "mesh.fsdp": 2,
@@ -243,6 +245,7 @@ def assert_equal_runs(run_dir: Path, one: Path, *, model: Path) -> None:
     rows, whole = (read_metrics(run / "metrics.jsonl") for run in (run_dir, one))
     for got, wanted in zip(rows, whole, strict=True):
         assert got.keys() == wanted.keys()
+        assert got.get("update/left_out", 2) == 2  # another test's runs have no bound
         for name in ("reward", "grad_norm", "completion_length"):
             np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5)
     # Sums over processes are in another order than those within one.

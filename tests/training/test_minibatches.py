@@ -2,23 +2,36 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, build_learner, step_minibatch, step_shape
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
+from jaxrl.config.reward import RewardConfig
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.packing import MinibatchShape, abstract_minibatch
 from jaxrl.huggingface.config import convert
+from jaxrl.learner.actor_critic import State, side_by_side
+from jaxrl.learner.critic import make_critic
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses import ppo
 from jaxrl.models.model import decoder
-from jaxrl.training.minibatches import Targets, prepare_minibatch, with_coefficients
+from jaxrl.training.minibatches import (
+    Targets,
+    compute_advantages,
+    prepare_minibatch,
+    with_coefficients,
+)
 from tests import tiny
 from tests.commands.plan.configs import make_config
+from tests.learner.test_critic import params as critic_params
 
 TWICE = {"train__updates_per_rollout": "2"}
 ANCHOR = {"loss__ratio": "over_anchor"}
@@ -100,6 +113,46 @@ def test_the_description_is_what_training_passes(changes, found, tmp_path):
         if field.default is None and getattr(part, field.name) is not None
     }
     assert optional == found | {"rewards"}
+
+
+def test_a_truncated_completion_continues_in_the_critics_mind():
+    """Its value ahead is the value before the next token of the completion that goes on, and its
+    last token is worth the reward and that; what ended, or ends elsewhere, has nothing ahead."""
+    whole = [
+        one._replace(action_mask=np.ones(len(one.completion), bool), components=(one.reward,))
+        for one in tiny.rollouts(8, seed=1)
+        if len(one.completion) > 1
+    ]
+    arrays = ("completion", "logprobs", "action_mask", "version")
+    short = [one._replace(**{n: getattr(one, n)[:-1] for n in arrays}) for one in whole]
+    cut = [one._replace(truncated=i % 2 == 0) for i, one in enumerate(short)]
+    recipe = ppo(lam=1.0)
+    assert recipe.critic is not None
+    scorer = decoder(dataclasses.replace(tiny.CONFIG, scored=True))
+    weights = critic_params()
+    policy = make_learner(tiny.model(), recipe.objective, optimizer=optax.sgd(1.0))
+    critic = make_critic(scorer, recipe.critic, optimizer=optax.sgd(1.0), precision="fp32")
+    both = side_by_side(policy, critic)
+    learning: Any = SimpleNamespace(
+        recipe=recipe,
+        learner=policy,
+        critic=both._replace(values=jax.jit(both.values)),
+        shape=MinibatchShape(row_length=24, rows_per_microbatch=4),
+    )
+    config = SimpleNamespace(reward=RewardConfig())
+    source = SimpleNamespace(config=config, task=SimpleNamespace(weights={"given": 1.0}))
+    run: Any = SimpleNamespace(learning=learning, source=source, hosts=None)
+    state = State(policy.init(tiny.params()), critic.init(weights))
+
+    def targets(rollouts) -> Targets:
+        return compute_advantages(run, state, rollouts=rollouts, parts=[slice(0, 8)])[0]
+
+    ahead = [one[-1] for one in targets(whole).values or ()]
+    found = targets(cut)
+    assert np.abs(ahead).min() > 1e-3
+    for i, one in enumerate(cut):
+        expected = one.reward + (ahead[i] if one.truncated else 0.0)
+        np.testing.assert_allclose((found.returns or ())[i], expected, atol=1e-5)
 
 
 def test_rows_without_a_bound_have_no_description():

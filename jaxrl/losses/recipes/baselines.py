@@ -211,7 +211,7 @@ def ppo(
     Formula:
       token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
       A = (a - mean) / std over the tokens of the batch, a = sum of (gamma lam)^l delta to come
-      delta = reward + gamma V of the next token - V, returns = a + V
+      delta = reward + gamma V of the next token - V, returns = a + V; V after an end is 0
       critic: token mean of max((v - returns)^2, (clip(v, V -+ value_clip) - returns)^2) / 2
 
     Args:
