@@ -14,6 +14,8 @@ class Limits:
     kl_floor: float = 0.1  # nats per token; a smaller KL never raises an alarm
     gradient_factor: float = 5.0  # times the window's median
     gradient_floor: float = 0.1  # a smaller gradient norm never raises an alarm
+    clip_share: float = 0.1  # of tokens; a smaller one never raises an alarm
+    clip_factor: float = 5.0  # times the share of the first steps
     distinct_factor: float = 0.3  # times the share of the first steps
     identical_rise: float = 0.9  # fraction of the way from the first steps' share to 1
     repetition_rise: float = 0.5  # as identical_rise

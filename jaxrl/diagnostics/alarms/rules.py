@@ -85,6 +85,25 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
 
 
 @rule(
+    "clipped tokens",
+    causes="updates that are too large or too many for one rollout, a long run without a KL term, "
+    "or stale completions; if probe/phantom rose too, arithmetic",
+    keys=("optimizer.learning_rate", "train.max_kl", "train.updates_per_rollout", "loss.kl"),
+)
+def clipping(history: History, limits: Limits) -> Finding | None:
+    """Share of clipped tokens, `clip/low` and `clip/high` together: above {clip_share}, and above
+    {clip_factor} x the first steps'.
+
+    Recipes with a narrow clip, such as GSPO, clip many tokens from the beginning.
+    """
+    sides = [_means(history, limits, f"clip/{side}", limits.short) for side in ("low", "high")]
+    share, usual = (sum(numbers) for numbers in zip(*sides, strict=True))
+    limit = max(limits.clip_share, limits.clip_factor * usual)
+    text = f"{share:.1%} of the tokens are clipped, {usual:.1%} in the first steps"
+    return Finding(share, limit, text) if share > limit else None
+
+
+@rule(
     "diversity collapse",
     causes="completions no longer depend on the prompt: one pattern earns the reward for all of "
     "them",
