@@ -1,4 +1,9 @@
-from .memory import MemoryTraffic as MemoryTraffic, memory_traffic as memory_traffic
+from .memory import (
+    MemoryTraffic as MemoryTraffic,
+    Work as Work,
+    memory_traffic as memory_traffic,
+    program_work as program_work,
+)
 from .mesh import AXES as AXES, make_mesh as make_mesh
 from .partition import Layout as Layout
 from .rules import PRESETS as PRESETS, Rules as Rules, change as change, make_rules as make_rules

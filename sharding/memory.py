@@ -1,15 +1,25 @@
-"""Bytes that a compiled program moves from and to device memory, read from its HLO text."""
+"""Work of a compiled program, read from its HLO text: bytes of device memory and products."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxrl.sharding import hlo
+from jaxrl.sharding.hlo import Computation, Instruction, Program
 
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _VIEWS = ("bitcast", "bitcast-convert", "reshape", "get-tuple-element")  # inside a fusion
-_CONTROL = re.compile(r" (?:while|conditional|call)\(")
+_CONTROL = ("while", "conditional", "call")
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
+
+
+class Work(NamedTuple):
+    """Work of one instruction, in all its executions."""
+
+    read: float  # bytes of device memory
+    written: float
+    flops: float  # of its matrix products; those of kernels that XLA does not see are missing
+    cycles: float  # as the compiler estimates them; 0 if it does not
 
 
 class MemoryTraffic(NamedTuple):
@@ -19,29 +29,14 @@ class MemoryTraffic(NamedTuple):
     written: float
 
 
-class _Instruction(NamedTuple):
-    shape: str
-    kind: str
-    operands: list[str]
-    line: str
-    root: bool
-
-    @property
-    def size(self) -> float:
-        """Bytes of its result in device memory."""
-        return sum(array.size for array in hlo.arrays(self.shape) if array.in_memory)
-
-    @property
-    def numbers(self) -> float:
-        """Bytes of its result in any memory."""
-        return sum(array.size for array in hlo.arrays(self.shape))
+def memory_traffic(text: str, *, trips: Sequence[int]) -> MemoryTraffic:
+    """Counts the bytes that the instructions of a program read and write; see `program_work`."""
+    work = list(program_work(text, trips=trips))
+    return MemoryTraffic(sum(one.read for one in work), sum(one.written for one in work))
 
 
-_Computation = Mapping[str, _Instruction]
-
-
-def memory_traffic(text: str, *, trips: Callable[[int], int]) -> MemoryTraffic:
-    """Counts the bytes that the instructions of a program read and write.
+def program_work(text: str, *, trips: Sequence[int]) -> Iterator[Work]:
+    """Yields the work of each instruction that a program runs.
 
     A fusion that slices or gathers from an array reads the elements taken, any other fusion the
     whole array once. Updates in place move the elements changed. All branches of a conditional
@@ -49,49 +44,34 @@ def memory_traffic(text: str, *, trips: Callable[[int], int]) -> MemoryTraffic:
 
     Args:
       text: of a compiled program (`Compiled.as_text`).
-      trips: depth -> iterations, as for `collectives`.
+      trips: iterations of the loops that end by their data, as for `collectives`.
+
+    Raises:
+      ValueError: for a loop whose iterations are not known.
     """
-    program = {name: _parse(body) for name, body in hlo.computations(text)[1].items()}
-    read = written = 0.0
-    for name, line, times in hlo.executed(text, trips=trips, enters=_CONTROL.search):
-        if _CONTROL.search(line):
+    program = hlo.parse(text)
+    for name, one, times in hlo.executed(
+        program, trips=trips, enters=lambda one: one.kind in _CONTROL
+    ):
+        if one.kind in (*_CONTROL, *_NAMES):
             continue
-        for one in _parse([line]).values():
-            if one.kind not in _NAMES and not one.kind.endswith("-done"):
-                more = _moved(one, program[name], program)
-                read, written = read + times * more.read, written + times * more.written
-    return MemoryTraffic(read, written)
+        inside = program.computations[name]
+        read = written = flops = 0.0
+        if not one.kind.endswith("-done"):
+            read, written = _moved(one, inside, program)
+            flops = _flops(one, inside, program)
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', one.line)
+        estimated = float(cycles[1]) if cycles else 0.0
+        yield Work(times * read, times * written, times * flops, times * estimated)
 
 
-def _parse(body: list[str]) -> _Computation:
-    found = {}
-    for line in body:
-        if match := _INSTRUCTION.match(line):
-            root, name, shape, kind, rest = match.groups()
-            operands = [] if kind in ("parameter", "constant") else _operands(rest)
-            found[name] = _Instruction(shape, kind, operands, line, root is not None)
-    return found
-
-
-def _operands(rest: str) -> list[str]:
-    """Lists the operands of an instruction, from the text after its opening parenthesis."""
-    depth = 1
-    for end, letter in enumerate(rest):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return re.findall(r"%([\w.\-]+)", rest[:end])
-    return []
-
-
-def _moved(
-    one: _Instruction, inside: _Computation, program: Mapping[str, _Computation]
-) -> MemoryTraffic:
+def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTraffic:
     operands = [inside[name] for name in one.operands if name in inside]
     if one.kind == "fusion":
-        fused = program[next(hlo.called(one.line))]
+        fused = program.inner(one)
         read = 0.0
         for number, operand in enumerate(operands):
-            part = _read_inside(_parameter(fused, number), fused, program)
+            part = _read_inside(hlo.parameter_of(fused, number).name, fused, program)
             read += operand.size if part is None else min(part, operand.size)
         return MemoryTraffic(read, _written_by_root(one, fused, program))
     if one.kind.endswith("-start"):
@@ -109,23 +89,13 @@ def _moved(
     return MemoryTraffic(sum(operand.size for operand in operands), one.size)
 
 
-def _update(one: _Instruction) -> str | None:
+def _update(one: Instruction) -> str | None:
     """Names the operand that an update in place writes."""
     place = {"dynamic-update-slice": 1, "scatter": 2}.get(one.kind)
     return None if place is None else one.operands[place]
 
 
-def _parameter(fused: _Computation, number: int) -> str:
-    return next(
-        name
-        for name, one in fused.items()
-        if one.kind == "parameter" and f" parameter({number})" in one.line
-    )
-
-
-def _read_inside(
-    name: str, fused: _Computation, program: Mapping[str, _Computation]
-) -> float | None:
+def _read_inside(name: str, fused: Computation, program: Program) -> float | None:
     """Returns the bytes that a fusion reads of one of its arrays; None for the whole array."""
     read, views = 0.0, [name]
     while views:
@@ -141,8 +111,8 @@ def _read_inside(
                 elif one.kind in ("dynamic-slice", "slice", "gather") and place == 0:
                     read += one.numbers
                 elif one.kind == "fusion":
-                    inner = program[next(hlo.called(one.line))]
-                    part = _read_inside(_parameter(inner, place), inner, program)
+                    inner = program.inner(one)
+                    part = _read_inside(hlo.parameter_of(inner, place).name, inner, program)
                     if part is None and not _is_view(inner):
                         return None
                     if part is None:
@@ -154,18 +124,49 @@ def _read_inside(
     return read
 
 
-def _is_view(fused: _Computation) -> bool:
+def _is_view(fused: Computation) -> bool:
     return all(one.kind in (*_VIEWS, "parameter") for one in fused.values())
 
 
-def _written_by_root(
-    one: _Instruction, fused: _Computation, program: Mapping[str, _Computation]
-) -> float:
-    root = next(inner for inner in fused.values() if inner.root)
+def _written_by_root(one: Instruction, fused: Computation, program: Program) -> float:
+    root = hlo.root_of(fused)
     while root.kind in ("bitcast", "bitcast-convert"):
         root = fused[root.operands[0]]
     if root.kind == "fusion":
-        return _written_by_root(one, program[next(hlo.called(root.line))], program)
+        return _written_by_root(one, program.inner(root), program)
     if (update := _update(root)) is not None:
         return min(fused[update].numbers, one.size)
     return one.size
+
+
+def _flops(one: Instruction, inside: Computation, program: Program) -> float:
+    if one.kind == "fusion":
+        fused = program.inner(one)
+        return sum(_flops(inner, fused, program) for inner in fused.values())
+    if one.kind not in ("dot", "convolution") or any(x not in inside for x in one.operands[:2]):
+        return 0.0
+    left, right = (hlo.arrays(inside[x].shape)[0].dimensions for x in one.operands[:2])
+    result = hlo.arrays(one.shape)[0].dimensions
+    if one.kind == "dot":
+        match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.line)
+        summed = [left[int(d)] for d in match[1].split(",") if d] if match else []
+    else:
+        summed = _summed(one, left, right, result)
+    return 2.0 * math.prod(result) * math.prod(summed)
+
+
+def _summed(
+    one: Instruction, left: Sequence[int], right: Sequence[int], result: Sequence[int]
+) -> list[int]:
+    """Lists the sizes that a convolution, as TPUs write products, sums over."""
+    match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line)
+    if match is None:
+        return []
+    # In the labels, i is the feature that is summed and digits are the window's positions. A window
+    # as large as its input with a single result is summed as well; others are batch or free.
+    inputs, kernel, outputs = (
+        dict(zip(labels, sizes, strict=True))
+        for labels, sizes in zip(match.groups(), (left, right, result), strict=True)
+    )
+    windows = [d for d in kernel if d.isdigit() and outputs[d] == 1 and inputs[d] == kernel[d]]
+    return [kernel["i"], *(kernel[d] for d in windows)]

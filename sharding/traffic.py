@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from jaxrl.sharding import hlo
 
@@ -24,21 +24,25 @@ class Traffic:
         return Traffic(self.count + other.count, self.size + other.size, self.sent + other.sent)
 
 
-def collectives(text: str, *, trips: Callable[[int], int]) -> dict[str, Traffic]:
+def collectives(text: str, *, trips: Sequence[int] = ()) -> dict[str, Traffic]:
     """Counts traffic by kind; a collective in a loop counts once per iteration.
 
     Args:
       text: of a compiled program (`Compiled.as_text`).
-      trips: depth -> iterations, for loops whose trip count the text does not give. Depth is the
-        number of such loops around it: 0 for the outermost.
+      trips: iterations of the loops that end by their data, by the number of such loops around
+        them. Loops that count to a constant are read.
 
     Returns:
       The kinds that occur.
+
+    Raises:
+      ValueError: for a loop whose iterations are not known.
     """
     found: dict[str, Traffic] = {}
-    for name, line, times in hlo.executed(text, trips=trips, enters=lambda line: True):
-        if match := _OP.search(line):
-            kind, one = _traffic(line, match, inside=name)
+    program = hlo.parse(text)
+    for name, run, times in hlo.executed(program, trips=trips, enters=lambda one: True):
+        if match := _OP.search(run.line):
+            kind, one = _traffic(run.line, match, inside=name)
             whole = Traffic(times * one.count, times * one.size, times * one.sent)
             found[kind] = found.get(kind, Traffic()) + whole
     return {kind: found[kind] for kind in KINDS if kind in found}

@@ -154,7 +154,7 @@ def _embedded(
     )
     numbers: dict[str, float] = {}
     if several and not config.devices:
-        moved = collectives(sampler.transfer_hlo(merged), trips=lambda _: 1)
+        moved = collectives(sampler.transfer_hlo(merged))
         numbers["publish/bytes_sent"] = sum(traffic.sent for traffic in moved.values())
 
     def publish(params: Params, *, version: int) -> dict[str, float]:

@@ -3,11 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.sharding.memory import MemoryTraffic, memory_traffic
-
-
-def never(depth: int) -> int:
-    raise AssertionError(f"a loop at depth {depth} has an unknown length")
+from jaxrl.sharding.memory import MemoryTraffic, memory_traffic, program_work
 
 
 def test_loop_reads_one_slice_per_iteration():
@@ -20,7 +16,7 @@ def test_loop_reads_one_slice_per_iteration():
         return jax.lax.scan(layer, jnp.zeros(4096), weights)[0]
 
     text = jax.jit(total).lower(weights).compile().as_text() or ""
-    found, size = memory_traffic(text, trips=never), 4 * 4096
+    found, size = memory_traffic(text, trips=()), 4 * 4096
     # x and its part of the weights are read, x is written; the first x is copied or broadcast.
     assert 10 * size <= found.read <= 12 * size
     assert 5 * size <= found.written <= 7 * size
@@ -78,5 +74,45 @@ ENTRY %main (a: u16[5,8,128], b: u16[128]) -> u16[5,8,128] {
 
 def test_slices_updates_and_vmem():
     # 3 times: 8 x 128 numbers of 2 bytes are read and 128 written; before, 128 are read.
-    found = memory_traffic(TPU, trips=lambda _: 3)
+    found = memory_traffic(TPU, trips=[3])
     assert found == MemoryTraffic(2 * 128 + 3 * 2 * 8 * 128, 3 * 2 * 128)
+
+
+def test_products_are_counted_with_their_loops():
+    x, w = jnp.zeros((64, 32)), jnp.zeros((5, 32, 32))
+
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    text = jax.jit(layers).lower(x, w).compile().as_text() or ""
+    assert sum(one.flops for one in program_work(text, trips=())) == 5 * 2 * 64 * 32 * 32
+
+
+# As libtpu writes products: features i are summed; of the windows only a contracted one is.
+PRODUCT = """
+%product (a: bf16[64,32], b: bf16[32,48]) -> f32[64,48] {
+  %a = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[32,48]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %c = f32[64,48]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[64,32], y: bf16[32,48], p: bf16[4,8,32], q: bf16[4,32,16]) -> f32[64,48] {
+  %x = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = bf16[32,48]{1,0:T(8,128)(2,1)} parameter(1)
+  %p = bf16[4,8,32]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %q = bf16[4,32,16]{2,1,0:T(8,128)(2,1)} parameter(3)
+  %batched = f32[4,8,16]{2,1,0:T(8,128)} convolution(%p, %q), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf, backend_config={"estimated_cycles":"700"}
+  %summed = f32[1,8,16]{2,1,0:T(8,128)} convolution(%p, %q), window={size=4}, dim_labels=0bf_0io->0bf
+  ROOT %z = f32[64,48]{1,0:T(8,128)} fusion(%x, %y), kind=kOutput, calls=%product, backend_config={"estimated_cycles":"90"}
+}
+"""  # noqa: E501
+
+
+def test_products_and_cycles_of_a_tpu_program():
+    work = [one for one in program_work(PRODUCT, trips=()) if one.flops]
+    each = 2 * 4 * 8 * 32 * 16  # four products of a batch, or one whose four parts are summed
+    assert [(one.flops, one.cycles) for one in work] == [
+        (each, 700),
+        (each, 0),
+        (2 * 64 * 32 * 48, 90),
+    ]

@@ -2,14 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.traffic import Traffic, collectives
-
-
-def never(depth: int) -> int:
-    raise AssertionError(f"a loop at depth {depth} has an unknown length")
 
 
 def compiled(fn, *shapes, **jit):
@@ -30,7 +27,7 @@ def test_gather_in_loop_counts_iterations():
 
         return jax.lax.scan(layer, x, weights)[0]
 
-    found = collectives(compiled(forward, weights, x, out_shardings=whole), trips=never)
+    found = collectives(compiled(forward, weights, x, out_shardings=whole))
     size = 5 * 64 * 48 * 4
     assert found["all-gather"] == Traffic(5, size, size * 7 / 8)
 
@@ -46,7 +43,7 @@ def test_loop_length_can_be_given():
             0, times, lambda _, s: s + jnp.sum(jnp.sin(x + s), axis=0, keepdims=True), x[:1] * 0
         )
 
-    found = collectives(compiled(add, x, times), trips=lambda depth: 3 + depth)
+    found = collectives(compiled(add, x, times), trips=[3])
     assert found["all-reduce"].count >= 3
     assert found["all-reduce"].size >= 3 * 32 * 4
 
@@ -61,19 +58,54 @@ TPU = """
 }
 
 %wide.cond (p: (s32[], f32[8])) -> pred[] {
+  %p = (s32[], f32[8]) parameter(0)
   %limit = s32[]{:T(128)} constant(36)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
   ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
 }
 
 %wide.body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %same = f32[8] get-tuple-element(%p), index=1
   %pair = (bf16[4,128]{1,0:T(8,128)(2,1)}, f32[8]{0:T(128)}) all-reduce(%x, %y), replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, to_apply=%add
   %fusion = bf16[1,128]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %out = (s32[], f32[8]) tuple(%next, %same)
+}
+
+%less (a: u32[]) -> pred[] {
+  %a = u32[]{:T(128)} parameter(0)
+  %end = u32[]{:T(128)} constant(8)
+  ROOT %lt = pred[]{:T(512)} compare(%a, %end), direction=LT
+}
+
+%windowed.cond (p: (f32[8], u32[])) -> pred[] {
+  %p = (f32[8], u32[]) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  ROOT %fused = pred[]{:T(512)} fusion(%i), kind=kLoop, calls=%less
+}
+
+%windowed.body (p: (f32[8], u32[])) -> (f32[8], u32[]) {
+  %p = (f32[8], u32[]) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %one = u32[]{:T(128)} constant(1)
+  %middle = u32[]{:T(128)} add(%i, %one)
+  %next = u32[]{:T(128)} add(%middle, %one)
+  %x = f32[8] get-tuple-element(%p), index=0
+  %y = f32[8] collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (f32[8], u32[]) tuple(%y, %next)
 }
 
 ENTRY %main (p: f32[8]) -> f32[8] {
   %ag = (f32[2,8]{1,0}, f32[16,8]{1,0:T(8,128)}) all-gather-start(%p), replica_groups=[4,8]<=[32], dimensions={0}
   %done = f32[16,8]{1,0} all-gather-done(%ag)
+  %zero = s32[]{:T(128)} constant(0)
+  %t = (s32[], f32[8]) tuple(%zero, %p)
+  %first = u32[]{:T(128)} constant(2)
+  %w = (f32[8], u32[]) tuple(%p, %first)
+  %window = (f32[8], u32[]) while(%w), condition=%windowed.cond, body=%windowed.body
   %loop = (s32[], f32[8]) while(%t), condition=%wide.cond, body=%wide.body
   ROOT %move = f32[8]{0} collective-permute(%q), source_target_pairs={{0,1},{1,0}}
 }
@@ -81,16 +113,29 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_tpu_program_forms_are_read():
-    found = collectives(TPU, trips=never)
+    found = collectives(TPU)
     pair = 4 * 128 * 2 + 8 * 4
     assert found == {
         "all-gather": Traffic(1, 16 * 8 * 4, 16 * 8 * 4 * 7 / 8),
         "all-reduce": Traffic(36, 36 * pair, 36 * pair * 2 * 3 / 4),
         "reduce-scatter": Traffic(36, 36 * 2048, 36 * 2048 * 3 / 4),
-        "collective-permute": Traffic(1, 32, 32),
+        "collective-permute": Traffic(4, 4 * 32, 4 * 32),  # the window goes from 2 to 8 by 2
     }
+
+
+def test_a_loop_that_counts_in_another_way_is_an_error():
+    down = TPU.replace("direction=LT", "direction=GT")
+    with pytest.raises(ValueError, match=r"the loop (window|loop) .* counts in an unknown way"):
+        collectives(down)
+
+
+def test_a_loop_that_ends_by_its_data_needs_a_length():
+    data = TPU.replace("compare(%i, %limit), direction=LT", "custom-call(%p)")
+    assert collectives(data, trips=[5])["reduce-scatter"].count == 5
+    with pytest.raises(ValueError, match=r"the loop loop .* ends by its data"):
+        collectives(data)
 
 
 def test_a_program_of_one_device_sends_nothing():
     program = "ENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}"
-    assert collectives(program, trips=never) == {}
+    assert collectives(program) == {}

@@ -19,6 +19,7 @@ class Chip:
     units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_rate: float | None = None  # memory bandwidth in bytes per second
     link_rate: float | None = None  # bytes per second that it sends over all its links
+    clock: float | None = None  # cycles per second of its matrix units at the rate in `units`
     # XLA multiplies each token by its own experts alone. If not, a token has a copy for each of its
     # experts, and every copy is multiplied by all experts and masked.
     grouped: bool = True
@@ -36,8 +37,8 @@ def _chip(
     )
 
 
-def _tpu(*, tflops: float, **sheet: Any) -> Chip:
-    return _chip(tflops={"bf16": tflops}, **sheet)
+def _tpu(*, tflops: float, per_cycle: int, **sheet: Any) -> Chip:
+    return _chip(tflops={"bf16": tflops}, clock=tflops * 1e12 / per_cycle, **sheet)
 
 
 def _gpu(*, tflops: tuple[float, float, float], **sheet: Any) -> Chip:
@@ -48,12 +49,15 @@ def _gpu(*, tflops: tuple[float, float, float], **sheet: Any) -> Chip:
 
 # https://cloud.google.com/tpu/docs, the pages v5e, v5p, v6e and tpu7x in November 2026. Memory is
 # the part of the 16, 95, 32 and 192 GB that XLA lets a program use. Links are in one direction. A
-# tpu7x has two devices, each with half of it.
+# tpu7x has two devices, each with half of it. FLOPs per cycle are two for each cell of
+# its matrix units: 4 of 128 x 128 on a v5e, 8 on a v5p, 4 of 256 x 256 on the others.
 TPUS: Mapping[str, Chip] = {
-    "v5e": _tpu(gib=15.75, tflops=197, memory_tbs=0.819, links_gbs=200),
-    "v5p": _tpu(gib=95.74, tflops=459, memory_tbs=2.765, links_gbs=600),
-    "v6e": _tpu(gib=31.25, tflops=918, memory_tbs=1.638, links_gbs=400),
-    "tpu7x": _tpu(gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300, devices=2),
+    "v5e": _tpu(gib=15.75, tflops=197, memory_tbs=0.819, links_gbs=200, per_cycle=2**17),
+    "v5p": _tpu(gib=95.74, tflops=459, memory_tbs=2.765, links_gbs=600, per_cycle=2**18),
+    "v6e": _tpu(gib=31.25, tflops=918, memory_tbs=1.638, links_gbs=400, per_cycle=2**19),
+    "tpu7x": _tpu(
+        gib=94.75, tflops=2307 / 2, memory_tbs=7.38 / 2, links_gbs=300, per_cycle=2**19, devices=2
+    ),
 }
 
 

@@ -97,10 +97,7 @@ def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decod
         temporary = max(0.0, needed - on_one(params) - cache.size)
         return dataclasses.replace(found, temporary=temporary)
 
-    def steps(depth: int) -> int:
-        return segment.tokens if depth == 0 else 1
-
-    text = program.as_text() or ""
+    text, steps = program.as_text() or "", (segment.tokens,)
     memory: Any = program.memory_analysis()
     moved = memory_traffic(text, trips=steps)
     sent = sum(traffic.sent for traffic in collectives(text, trips=steps).values())

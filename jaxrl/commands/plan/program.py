@@ -13,7 +13,7 @@ from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core import jit
 from jaxrl.models import lora, position_chunks
-from jaxrl.sharding import Traffic, collectives
+from jaxrl.sharding import Traffic, Work, collectives, program_work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Program:
     decoding: Decoding | None = None  # of the embedded sampler; None if others sample
     # Sent by one step; empty without a program.
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
+    work: tuple[Work, ...] = ()  # of each instruction; empty without a program
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
@@ -114,7 +115,8 @@ def compile_step(config: Config, topology: Topology) -> Program:
         ),
         seconds=seconds,
         hlo_bytes=len(hlo),
-        traffic=collectives(hlo, trips=lambda depth: trips[min(depth, 1)]),
+        traffic=collectives(hlo, trips=trips),
+        work=tuple(program_work(hlo, trips=trips)),
     )
 
 

@@ -19,21 +19,26 @@ class Roofline:
     run_flops: float
     products: Products | None  # how the chip computes them
     compute: float | None  # matrix products at the full rate of their units
-    memory: float | None  # reads and writes of weights and optimizer state at full memory bandwidth
+    memory: float | None  # all that the program moves, at full memory bandwidth
     links: float | None  # traffic over all of the chip's links
+    # Each instruction by itself, at the full rate of its products or of its bytes, whichever takes
+    # longer. Products inside of kernels, which the program's text does not show, are at full rate.
+    instructions: float | None
+    # The same with the compiler's own cycles of each instruction; None if it estimates none.
+    estimated: float | None
 
     @property
     def overlapped(self) -> float | None:
-        """Seconds if all three overlap fully: the lower bound."""
+        """Seconds if products, memory and links overlap fully: the lower bound."""
         known = [s for s in (self.compute, self.memory, self.links) if s is not None]
         return max(known, default=None)
 
     @property
     def in_turn(self) -> float | None:
-        """Seconds if communication never overlaps computation: the upper end of the range."""
-        if self.compute is None or self.memory is None or self.links is None:
+        """Seconds if nothing overlaps: instructions one by one, and links besides."""
+        if self.instructions is None or self.links is None:
             return None
-        return max(self.compute, self.memory) + self.links
+        return self.instructions + self.links
 
 
 def forward_flops(config: DecoderConfig, specs: Specs, *, rows: int, length: int) -> float:
@@ -64,7 +69,7 @@ def active_weights(config: DecoderConfig, specs: Specs) -> float:
 
 
 def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
-    """Computes the roofline of a step; `links` is None if the compiler rejected it."""
+    """Computes the roofline of a step; a step that the compiler rejected has products alone."""
     config, specs = program.step.model.config, program.step.model.specs
     rows = program.rows * program.microbatches
     sizes = {"rows": rows, "length": program.row_length}
@@ -81,17 +86,22 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     mesh = program.step.layout.mesh
     run = forward * (3 + recomputed) - frozen
     run += masked * (3 + recomputed - (frozen > 0))
-    compute = memory = links = None
+    compute = memory = links = instructions = estimated = None
     found = products(program.step.config.precision, chip)
     if found is not None:
         compute = run / mesh.size / found.rate
-    if chip.memory_rate is not None:
-        # Every pass writes and reads gathered weights; state is read and written once.
-        gathered = parameter_count(specs) * program.step.config.precision.compute.itemsize
-        gathered /= mesh.shape["tensor"] * mesh.shape["expert"]
-        moved = 2 * (3 + recomputed) * gathered * program.microbatches
-        moved += 2 * (program.memory.params + program.memory.optimizer + program.memory.gradients)
-        memory = moved / chip.memory_rate
+    if chip.memory_rate is not None and program.work:
+        memory = sum(one.read + one.written for one in program.work) / chip.memory_rate
+    if found is not None and chip.memory_rate is not None and program.work:
+        limits = [
+            max(one.flops / found.rate, (one.read + one.written) / chip.memory_rate)
+            for one in program.work
+        ]
+        hidden = run / mesh.size - sum(one.flops for one in program.work)
+        kernels = max(0.0, hidden) / found.rate
+        instructions = sum(limits) + kernels
+        if chip.clock is not None:
+            estimated = sum(one.cycles for one in program.work) / chip.clock + kernels
     if chip.link_rate is not None and not program.rejected:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(
@@ -101,4 +111,6 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
         compute=compute,
         memory=memory,
         links=links,
+        instructions=instructions,
+        estimated=estimated,
     )

@@ -173,9 +173,15 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
         ("products at this rate", found.compute),
         ("memory at full bandwidth", found.memory),
         ("links at full bandwidth", found.links),
+        ("sum over instructions", found.instructions),
+        ("the compiler's estimate", found.estimated),
     ):
         if seconds is not None:
             yield _row(name, time_text(seconds))
+    if program.work:
+        moved = (sum(one.read for one in program.work), sum(one.written for one in program.work))
+        read, written = (size_text(size) for size in moved)
+        yield f"  compiled: reads {read} and writes {written}"
     low, high = found.overlapped, found.in_turn
     if low is not None and high is not None:
         tokens = program.rows * program.microbatches * program.row_length
