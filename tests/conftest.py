@@ -68,6 +68,7 @@ LONGEST = (
     "test_site.py",
     "test_release.py",
     "test_damaged_runs.py",
+    "test_dead_link.py",
     "test_train.py",
     "test_stream.py",
 )
@@ -81,6 +82,7 @@ WHOLE = {
     "test_compile_cache.py",
     "test_compilers.py",
     "test_damaged_runs.py",
+    "test_dead_link.py",
     "test_distillation.py",
     "test_doctor.py",
     "test_engine.py",

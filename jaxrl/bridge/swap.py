@@ -61,7 +61,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """Returns once every healthy server, and at least one, serves `version`. Servers keep
-        sampling while it is written.
+        sampling while it is written. Those that are behind are not waited for.
 
         Raises:
           RefusedError: every server refused and serves its old version.
@@ -131,11 +131,12 @@ def swap_weights(servers: Sequence[VllmServer], update: Callable[[VllmServer], T
     if timings := _timings(results.values()):
         return Timings(*(max(part) for part in zip(Timings(), *timings, strict=True)))
     failures = [r for kind in _FAILURES for r in results.values() if isinstance(r, kind)]
-    if failures and isinstance(failures[0], BehindError):
+    if not failures:
+        return Timings()
+    behind = any(isinstance(failure, BehindError) for failure in failures)
+    if behind and isinstance(failures[0], UnavailableError):
         raise UnavailableError(_named(results))
-    if failures:
-        raise failures[0]
-    return Timings()
+    raise failures[0]
 
 
 def _timings(results: Iterable[Timings | Exception]) -> list[Timings]:

@@ -101,16 +101,20 @@ class StoreAgent:
         """Returns the slot with the requested version, None if it is needed whole. Goes on until
         the store answers, a newer version is requested or the last server leaves; then raises
         StoreError."""
-        while True:
-            try:
-                return self._fetch(request, directory, objects)
-            except _MissingError:
-                return None
-            except StoreError:
-                silent = objects.silence.seconds
-                if not silent or self._fetches[directory].waiting or not directory.exists():
-                    raise
-            time.sleep(_PROBES)
+        try:
+            while True:
+                try:
+                    return self._fetch(request, directory, objects)
+                except StoreError:
+                    silent = objects.silence.seconds
+                    if not silent or self._fetches[directory].waiting or not directory.exists():
+                        raise
+                time.sleep(_PROBES)
+        except _MissingError:
+            return None
+        finally:
+            with self._users:
+                slots.remove_unused(directory)
 
     def _leave(self, server: str, *, keep: Path | None) -> None:
         with self._users:

@@ -56,7 +56,13 @@ def leave(directories: Iterable[Path], *, server: str) -> None:
         if (users / server).exists():
             (users / server).unlink()
             if not any(users.iterdir()):
-                shutil.rmtree(directory)
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_unused(directory: Path) -> None:
+    """Removes what was still written to a directory while its last user left."""
+    if not (directory / _USERS).exists():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def complete_slots(directory: Path) -> list[Slot]:
