@@ -68,7 +68,6 @@ LONGEST = (
     "test_site.py",
     "test_release.py",
     "test_damaged_runs.py",
-    "test_dead_link.py",
     "test_train.py",
     "test_stream.py",
 )

@@ -26,7 +26,7 @@ from jaxrl.bridge.in_vllm.auth import KEY
 from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
-from jaxrl.bridge.store.chunks import digest, split
+from jaxrl.bridge.store.chunks import split
 from jaxrl.bridge.store.newest import Newest
 from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store, StoreError
 from jaxrl.bridge.store.version import StoredChunk
@@ -86,6 +86,8 @@ class StoreAgent:
         with self._users:
             slots.enter(directory, server=server)
         objects = self._objects(request["store"])
+        if objects.keyed is not request["keyed"]:
+            raise ManifestError(f"the learner and jaxrl serve must both have {KEY}, or neither")
         key = {name: value for name, value in request.items() if name != "server"}
         fetches = self._fetches[directory]
         found = fetches.submit(key, lambda: self._persist(key, directory, objects))
@@ -124,7 +126,8 @@ class StoreAgent:
     def _fetch(self, request: dict[str, Any], directory: Path, objects: Objects) -> Path:
         own = slots.complete_slots(directory)
         for slot in own:
-            if slot.name == request["manifest"]:  # for another server of this host
+            name = version.name(slot.data, version=slot.content.version, digest=objects.digest)
+            if name == request["manifest"]:  # for another server of this host
                 return slot.directory
         data = _intact(objects, request["manifest"])
         content = version.parse_version(data)
@@ -167,7 +170,7 @@ def _rebuild(
 
     ways = [copy] * (chunk.digest in held)
     ways += [difference] * (chunk.base in held) + [whole] * chunk.whole
-    if not any(_tried(way, lambda: digest(out.data) == chunk.digest) for way in ways):
+    if not any(_tried(way, lambda: objects.digest(out.data) == chunk.digest) for way in ways):
         raise _MissingError
 
 
@@ -180,7 +183,7 @@ def _intact(objects: Objects, name: str) -> bytes:
         nonlocal found
         found = bytes(objects.get(name))
 
-    if not _tried(get, lambda: digest(found) == version.digest_in(name)):
+    if not _tried(get, lambda: objects.digest(found) == version.digest_in(name)):
         raise _MissingError
     return found
 

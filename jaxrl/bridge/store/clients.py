@@ -13,8 +13,8 @@ Make = Callable[[Any, Any], Any]
 _Kind = Literal["read_timeout", "timeout"]  # without a byte of the answer; for the whole request
 
 # Seconds of the first try, the second, ... A client repeats errors of the connection and of the
-# server (5xx) for as long.
-_TIMEOUTS = (5, 10, 20, 60)
+# server (5xx) for as long. To write an object takes long on a slow link, a byte of an answer not.
+_READ, _WRITE = (5, 10, 20, 20, 20), (5, 10, 20, 60)
 _LONGEST = timedelta(minutes=10)  # of an object whose bytes arrive
 
 
@@ -65,32 +65,32 @@ class Clients:
         self._make, self.silence = make, Silence()
         self._client = functools.cache(self._new)
         self._first = 0  # the time-out that was long enough for the last object written
-        self._client("read_timeout", _TIMEOUTS[0])
+        self._client("read_timeout", _READ[0])
 
     def read(self, call: Callable[[Any], T]) -> T:
         """Returns `call(client)`; raises its error if the store refuses, or does not answer within
         the longest time-out."""
-        return self._attempt(call, "read_timeout", _TIMEOUTS)[0]
+        return self._attempt(call, "read_timeout", _READ)[0]
 
     def write(self, call: Callable[[Any], T]) -> T:
         """Returns `call(client)`, which sends an object; raises as `read`."""
-        found, i = self._attempt(call, "timeout", _TIMEOUTS[self._first :])
+        found, i = self._attempt(call, "timeout", _WRITE[self._first :])
         self._first += i
         return found
 
     def once(self, call: Callable[[Any], T]) -> T:
         """Returns `call(client)`; raises as `read`, but with the shortest time-out."""
-        return self._attempt(call, "read_timeout", _TIMEOUTS[:1])[0]
+        return self._attempt(call, "read_timeout", _READ[:1])[0]
 
     def hasty(self) -> Any:
         """Returns a client with the shortest time-out that repeats nothing."""
-        return self._make({"read_timeout": timedelta(seconds=_TIMEOUTS[0])}, {"max_retries": 0})
+        return self._make({"read_timeout": timedelta(seconds=_READ[0])}, {"max_retries": 0})
 
     def _attempt(
         self, call: Callable[[Any], T], kind: _Kind, seconds: Sequence[int]
     ) -> tuple[T, int]:
         """Returns what `call` returns, and the number of tries before."""
-        if self.silence.seconds >= sum(_TIMEOUTS):  # the store has been waited for already
+        if self.silence.seconds >= sum(_READ):  # the store has been waited for already
             seconds = seconds[:1]
         for i, limit in enumerate(seconds):
             start, answered = time.monotonic(), True

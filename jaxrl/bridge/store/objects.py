@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl.bridge.base import UnavailableError
 from jaxrl.bridge.in_vllm import auth
+from jaxrl.bridge.store.chunks import digest, keyed_digest
 from jaxrl.bridge.store.clients import Clients, Silence
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -92,8 +93,8 @@ class Store:
     """A store, or a place in one; raises ValueError if the address is invalid."""
 
     url: str
-    # The servers' key, sent to web servers only. Other stores take their credentials from the
-    # variables that their own tools read.
+    # The servers' key, for digests; it is sent to web servers only. Other stores take their
+    # credentials from the variables that their own tools read.
     key: str | None = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -119,12 +120,22 @@ class Store:
 
 
 class Objects:
-    """Objects by name below a store's address, `url`."""
+    """Objects by name below a store's address.
+
+    Attributes:
+      url: the address.
+      keyed: True if the objects are named by digests that need the servers' key: in stores other
+        than a directory, which nobody else may write to.
+      digest: of the objects' bytes.
+    """
 
     def __init__(self, store: Store) -> None:
         """Makes the client without a request; raises StoreError if the packages are not installed,
         or the store cannot be used."""
         self.url, self._directory = store.url, directory_of(store.url)
+        self.keyed, self.digest = False, digest
+        if store.key is not None and self._directory is None:
+            self.keyed, self.digest = True, keyed_digest(store.key)
         if not available():
             raise StoreError(f"{self.url} needs the packages obstore and zstandard: {INSTALL}")
         with self._named():

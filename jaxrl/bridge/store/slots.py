@@ -31,7 +31,7 @@ class Slot(NamedTuple):
     """A complete slot."""
 
     directory: Path
-    name: str  # of the manifest in the store
+    data: bytes  # the manifest in the store
     content: StoredVersion
     order: int  # of its completion among the directory's slots
 
@@ -72,8 +72,7 @@ def complete_slots(directory: Path) -> list[Slot]:
         with contextlib.suppress(OSError, ManifestError):
             data = (path / _RECORD).read_bytes()
             content = version.parse_version(data)
-            name = version.name(data, version=content.version)
-            found.append(Slot(path, name, content, (path / _RECORD).stat().st_mtime_ns))
+            found.append(Slot(path, data, content, (path / _RECORD).stat().st_mtime_ns))
     return sorted(found, key=lambda slot: -slot.order)
 
 

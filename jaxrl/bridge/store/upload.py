@@ -59,7 +59,7 @@ class FileWriter:
         held = {file.name: file.chunks for file in self._files}
 
         def put(chunk: np.ndarray, base: np.ndarray, old: StoredChunk | None) -> StoredChunk:
-            digest = chunks.digest(chunk.data)
+            digest = self._objects.digest(chunk.data)
             if old is not None and old.digest == digest:
                 return old
             if old is not None and base.size == chunk.size:
@@ -118,7 +118,8 @@ class Upload:
         self.objects = Objects(place)
         self._run = Objects(run_place(store, learner))
         self._writer = FileWriter(self.objects)
-        self._request: dict[str, Any] = {"store": place.url, "group": group, "slots": slots}
+        about = {"store": place.url, "keyed": self.objects.keyed, "group": group, "slots": slots}
+        self._request: dict[str, Any] = about
         self._learner = learner
         self._current = StoredVersion(0, learner, 2, ())
         self._complete_others: CompleteOthers = _no_others
@@ -177,7 +178,7 @@ class Upload:
     def _record(self, made: StoredVersion, *, again: bool = False) -> None:
         """Writes a manifest, and deletes objects that neither of the last two versions names."""
         data = version.dump(made)
-        name = version.name(data, version=made.version)
+        name = version.name(data, version=made.version, digest=self.objects.digest)
         self.objects.put(name, data)
         kept = made.objects() | {name}
         if made.version == self._current.version and self._named:

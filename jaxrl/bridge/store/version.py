@@ -1,6 +1,6 @@
 """Manifest of a version in a store: the learner, the version, and the digest of every chunk.
 
-A version is a set of files. A file is cut into chunks of `CHUNK_BYTES`, each named by the XXH3 of
+A version is a set of files. A file is cut into chunks of `CHUNK_BYTES`, each named by the digest of
 its bytes. A store has a chunk whole, or its difference to an older chunk, or both.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxrl.bridge import manifest
 from jaxrl.bridge.base import LearnerIdentity
 from jaxrl.bridge.manifest import ManifestError
-from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest
+from jaxrl.bridge.store.chunks import CHUNK_BYTES, Digest
 
 FORMAT = 1
 
@@ -72,7 +72,7 @@ def dump(version: StoredVersion) -> bytes:
     return json.dumps({**content, "files": files}, separators=(",", ":")).encode()
 
 
-def name(data: bytes, *, version: int) -> str:
+def name(data: bytes, *, version: int, digest: Digest) -> str:
     """Returns the name of a manifest in the store, which contains the digest of its bytes."""
     return f"versions/{version}-{digest(data)}"
 

@@ -1,12 +1,13 @@
 """The digest of a chunk sees every change of its bytes and of their places."""
 
+import hashlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest, split
+from jaxrl.bridge.store.chunks import CHUNK_BYTES, digest, keyed_digest, split
 
 SIZES = (1, 7, 4096, 8169, 100_001, CHUNK_BYTES)
 
@@ -24,6 +25,19 @@ def test_digest_depends_on_bytes_only(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     assert digest(data.data) == digest(data.tobytes())
     assert digest(data.data) != digest(data.tobytes() + b"\0")
+
+
+def test_a_keyed_digest_is_hmac_by_its_definition() -> None:
+    data, key = b"some bytes" * 1000, "a key"
+    own = (
+        hashlib.blake2b(key.encode(), digest_size=32, person=b"jaxrl store")
+        .digest()
+        .ljust(64, b"\0")
+    )
+    inner, outer = (bytes(byte ^ pad for byte in own) for pad in (0x36, 0x5C))
+    expected = hashlib.sha256(outer + hashlib.sha256(inner + data).digest()).hexdigest()[:32]
+    assert keyed_digest(key)(data) == keyed_digest(key)(memoryview(data)) == expected
+    assert keyed_digest("another key")(data) != expected
 
 
 @given(size=st.sampled_from(SIZES), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +18,12 @@ from jaxrl.bridge.store.objects import StoreError
 from tests.bridge.cases import ListSource
 from tests.bridge.store.hosts import RelayedRecorder
 from tests.bridge.store.test_store import check, publisher, weights
+from tests.bridge.store.web_store import WebStore
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 from benchmarks.link import Link
 
 LONG = 30.0  # seconds; a test that waits for so long fails
-
-
-class WebStore(ThreadingHTTPServer):
-    """A web server that keeps what it is given."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.port: int = self.server_address[1]
-        self.objects: dict[str, bytes] = {}
-        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: WebStore
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_PUT(self) -> None:
-        self.server.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(201, b"")
-
-    def do_GET(self) -> None:
-        data = self.server.objects.get(self.path)
-        self.answer(404 if data is None else 200, data or b"")
-
-    def do_DELETE(self) -> None:
-        self.answer(404 if self.server.objects.pop(self.path, None) is None else 200, b"")
-
-    def answer(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        self.send_header("ETag", '"x"')
-        self.end_headers()
-        self.wfile.write(data)
 
 
 class Swallower(Link):
@@ -93,7 +49,7 @@ class Host(RelayedRecorder):
         self.payloads.mkdir(parents=True)
         self.link, self._store = link, store
         self.url = f"http://{directory.name}:8000"
-        self.agent = agent.StoreAgent(self.payloads, key=None)
+        self.agent = agent.StoreAgent(self.payloads, key="a key")
         server = agent._Server(directory / relay.SOCKET, self.agent)
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
 
@@ -124,7 +80,8 @@ def until(right: Callable[[], bool]) -> None:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebStore]:
     """Runs a store; all time-outs are short."""
-    monkeypatch.setattr(clients, "_TIMEOUTS", (1, 1, 1))
+    monkeypatch.setattr(clients, "_READ", (1, 1, 1))
+    monkeypatch.setattr(clients, "_WRITE", (1, 1, 1))
     monkeypatch.setattr(agent, "_PATIENCE", 1.0)
     monkeypatch.setattr(agent, "_PROBES", 0.1)
     monkeypatch.setattr(agent, "_PAUSE", 0.0)

@@ -127,7 +127,7 @@ def test_missing_store_is_named(port: int, tmp_path: Path) -> None:
     with Link(port) as link:
         url = f"http://127.0.0.1:{link.port}/path"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.bridge.store.clients._TIMEOUTS", (1,))
+        patch.setattr("jaxrl.bridge.store.clients._WRITE", (1,))
         learner = publisher(host(tmp_path / "a", key=KEY), url)
         with pytest.raises(UnavailableError, match=f"{link.port}/path/jaxrl-.*/chunks/"):
             learner.publish(ListSource({"a": np.zeros(3, np.float16)}), version=0)
