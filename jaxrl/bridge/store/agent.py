@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import split
+from jaxrl.bridge.store.clients import Silence
 from jaxrl.bridge.store.newest import Newest
 from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store, StoreError
 from jaxrl.bridge.store.version import StoredChunk
@@ -60,6 +61,7 @@ class StoreAgent:
         """Keeps the slots that an earlier agent left in the directory."""
         self._root = root
         self._users = threading.Lock()
+        self._waiting = collections.Counter[Path]()  # requests for a version in a directory
         self._fetches: dict[Path, Newest[Path | None]] = collections.defaultdict(Newest)
         self._objects = functools.lru_cache(8)(lambda url: Objects(Store(url, key)))
 
@@ -68,7 +70,8 @@ class StoreAgent:
         try:
             return {"status": 200, "body": {"directory": self._directory(request)}}
         except _SilentError as error:
-            return {"status": 200, "body": {"behind": str(error)[:_LONGEST]}}
+            why = f"{error}: {request['store']}"
+            return {"status": 200, "body": {"behind": why[:_LONGEST]}}
         except ManifestError as error:
             return {"status": 409, "body": {"error": f"{REFUSED} {str(error)[:_LONGEST]}"}}
         except Exception as error:
@@ -89,27 +92,39 @@ class StoreAgent:
         if objects.keyed is not request["keyed"]:
             raise ManifestError(f"the learner and jaxrl serve must both have {KEY}, or neither")
         key = {name: value for name, value in request.items() if name != "server"}
-        fetches = self._fetches[directory]
-        found = fetches.submit(key, lambda: self._persist(key, directory, objects))
-        while not wait([found], max(_TICK, _PATIENCE - objects.silence.seconds)).done:
-            if (silent := objects.silence.seconds) >= _PATIENCE:
-                raise _SilentError(f"its host has no answer from {objects.url} for {silent:.0f} s")
+        found = self._fetches[directory].submit(key, lambda: self._persist(key, directory, objects))
+        self._await(found, objects.silence, directory)
         if (slot := found.result()) is None:
             return None
         self._leave(server, keep=directory)
         return str(slot)
 
+    def _await(self, found: Future[Path | None], silence: Silence, directory: Path) -> None:
+        """Waits for a fetch; raises _SilentError if the store stops answering."""
+        with self._users:
+            self._waiting[directory] += 1
+        try:
+            while not wait([found], max(_TICK, _PATIENCE - silence.seconds)).done:
+                if (silent := silence.seconds) >= _PATIENCE:
+                    raise _SilentError(f"the store has not answered its host for {silent:.0f} s")
+        finally:
+            with self._users:
+                self._waiting[directory] -= 1
+
     def _persist(self, request: dict[str, Any], directory: Path, objects: Objects) -> Path | None:
-        """Returns the slot with the requested version, None if it is needed whole. Goes on until
-        the store answers, a newer version is requested or the last server leaves; then raises
-        StoreError."""
+        """Returns the slot with the requested version, None if it is needed whole.
+
+        Tries again while the store does not answer, and after a refusal for which no request waits.
+        Otherwise raises StoreError, as when a newer version is requested or the last server leaves.
+        """
         try:
             while True:
                 try:
                     return self._fetch(request, directory, objects)
                 except StoreError:
-                    silent = objects.silence.seconds
-                    if not silent or self._fetches[directory].waiting or not directory.exists():
+                    waited_for = self._waiting[directory] and not objects.silence.seconds
+                    newer = self._fetches[directory].waiting
+                    if waited_for or newer or not directory.exists():
                         raise
                 time.sleep(_PROBES)
         except _MissingError:
