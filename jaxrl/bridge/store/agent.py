@@ -6,6 +6,7 @@ answers each line of JSON from the servers' relays (`in_vllm/relay.py`) with a l
 """
 
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -13,8 +14,8 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from jaxrl.bridge.in_vllm.relay import PAYLOADS, SOCKET
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.store import delta, slots, version
 from jaxrl.bridge.store.chunks import split
-from jaxrl.bridge.store.clients import Silence
 from jaxrl.bridge.store.newest import Newest
 from jaxrl.bridge.store.objects import MissingObjectError, Objects, Store, StoreError
 from jaxrl.bridge.store.version import StoredChunk
@@ -92,21 +92,24 @@ class StoreAgent:
         if objects.keyed is not request["keyed"]:
             raise ManifestError(f"the learner and jaxrl serve must both have {KEY}, or neither")
         key = {name: value for name, value in request.items() if name != "server"}
-        found = self._fetches[directory].submit(key, lambda: self._persist(key, directory, objects))
-        self._await(found, objects.silence, directory)
+        fetches = self._fetches[directory]
+        with self._counted(directory):
+            found = fetches.submit(key, lambda: self._persist(key, directory, objects))
+            while not wait([found], max(_TICK, _PATIENCE - objects.silence.seconds)).done:
+                if (silent := objects.silence.seconds) >= _PATIENCE:
+                    raise _SilentError(f"the store has not answered its host for {silent:.0f} s")
         if (slot := found.result()) is None:
             return None
         self._leave(server, keep=directory)
         return str(slot)
 
-    def _await(self, found: Future[Path | None], silence: Silence, directory: Path) -> None:
-        """Waits for a fetch; raises _SilentError if the store stops answering."""
+    @contextlib.contextmanager
+    def _counted(self, directory: Path) -> Iterator[None]:
+        """Counts a request that waits."""
         with self._users:
             self._waiting[directory] += 1
         try:
-            while not wait([found], max(_TICK, _PATIENCE - silence.seconds)).done:
-                if (silent := silence.seconds) >= _PATIENCE:
-                    raise _SilentError(f"the store has not answered its host for {silent:.0f} s")
+            yield
         finally:
             with self._users:
                 self._waiting[directory] -= 1
