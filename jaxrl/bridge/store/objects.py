@@ -145,7 +145,7 @@ class Objects:
 
     @property
     def silence(self) -> Silence:
-        """Of the store, towards this client."""
+        """Silence of the store."""
         return self._clients.silence
 
     def put(self, name: str, data: Any) -> None:
@@ -207,7 +207,7 @@ class Objects:
         except (BaseError, OSError) as error:
             where = f"{self.url.rstrip('/')}/{name}" if name else self.url
             text = str(error).partition("\n\nDebug source:")[0]
-            if name and (silent := self.silence.seconds):
+            if name and (silent := self.silence.seconds) >= 1:
                 text = f"no answer for {silent:.0f} s: {text}"
             missing = NotFoundError, FileNotFoundError
             kind = MissingObjectError if isinstance(error, missing) else StoreError
