@@ -16,6 +16,7 @@ class Link:
     Attributes:
       port: to connect to instead.
       sent: bytes that have left the server, and bytes that have reached it.
+      flows: cleared, the link carries nothing; what it was given arrives once it is set again.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Link:
         self._free = [0.0, 0.0]  # when the link has sent what it was given, in each direction
         self._lock = threading.Lock()
         self.sent = [0, 0]
+        self.flows = threading.Event()
+        self.flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -71,6 +74,7 @@ class Link:
         with contextlib.suppress(OSError):
             while block := source.recv(_BLOCK):
                 self._wait(len(block), direction)
+                self.flows.wait()
                 arrived = block if direction else self._damage(block)
                 if arrived is None:
                     source.shutdown(socket.SHUT_RDWR)

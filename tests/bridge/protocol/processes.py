@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.relay import Relay
 from jaxrl.bridge.manifest import ManifestError
-from jaxrl.bridge.store import version
+from jaxrl.bridge.store import agent, version
 from jaxrl.bridge.store.agent import StoreAgent
 from tests.bridge.protocol.vllm_modules import engine_class
 from tests.bridge.protocol.world import KilledError, World
@@ -74,11 +75,13 @@ class Host:
         self.root = directory / relay.PAYLOADS
         self.root.mkdir(parents=True, mode=0o700)
         self._back = 0.0
+        self.later = dict[Background, Callable[[], Any]]()
         self.agent = StoreAgent(self.root, key=None)
 
     def kill(self) -> None:
         """Kills the agent; its slots stay."""
         self._back = self.world.now + RESTART
+        self.later.clear()
         self.agent = StoreAgent(self.root, key=None)
 
     def revive(self) -> None:
@@ -93,9 +96,19 @@ class Host:
         """
         if self.world.now < self._back:
             raise ConnectionRefusedError(str(self.directory))
+        Background.host = self
+        return self._run(lambda: json.dumps(self.agent.answer(json.loads(line))).encode())
+
+    def settle(self) -> None:
+        """Lets fetches go on once the store answers."""
+        while self.later and self.world.now >= max(self.world.down_until, self._back):
+            self._run(self.later.pop(next(iter(self.later))))
+
+    def _run(self, call: Callable[[], bytes]) -> bytes:
+        """Calls a function of the agent; returns nothing if the agent is killed meanwhile."""
         try:
             with self.world.acting("agent"):
-                return json.dumps(self.agent.answer(json.loads(line))).encode()
+                return call()
         except KilledError:
             self.kill()
             return b""
@@ -115,6 +128,39 @@ class Host:
             expected = self.world.published[found.learner.session, found.version]
             for entry, data in payload.open_tensors(path.parent, found.entries):
                 assert data.tobytes() == expected[entry.name], path
+
+
+class Background:
+    """Stands for `Newest`: fetches at once, or, while the store is down, later."""
+
+    host: Host  # whose agent runs
+    waiting = False
+
+    def submit(self, _: Any, run: Callable[[], Any]) -> Future[Any]:
+        """Returns the outcome.
+
+        Raises:
+          _SilentError: if the store does not answer.
+        """
+        host, found = self.host, Future[Any]()
+        host.later.pop(self, None)
+        if host.world.down_until > host.world.now:
+            host.later[self] = lambda: str(_outcome(run)).encode()
+            host.world.sleep(agent._PATIENCE)
+            raise agent._SilentError("the store does not answer")
+        outcome = _outcome(run)
+        if isinstance(outcome, Exception):
+            found.set_exception(outcome)
+        else:
+            found.set_result(outcome)
+        return found
+
+
+def _outcome(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Exception as error:
+        return error
 
 
 def check_target(slot: Path) -> None:
@@ -301,15 +347,14 @@ class Server:
 class Network(httpx2.BaseTransport):
     """Carries a learner's requests to servers, or not."""
 
-    def __init__(
-        self, world: World, servers: dict[str, Server], suspended: Callable[[], None]
-    ) -> None:
+    def __init__(self, world: World, servers: list[Server], suspended: Callable[[], None]) -> None:
         """`suspended` is what happens while a learner is suspended."""
         self._world, self._servers, self._suspended = world, servers, suspended
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Returns a server's answer, or raises as httpx2."""
-        server = self._servers[f"http://{request.url.netloc.decode()}"]
+        url = f"http://{request.url.netloc.decode()}"
+        (server,) = (one for one in self._servers if one.url == url)
         path, timeout = request.url.path, request.extensions["timeout"]["read"]
         sent = Request(request.method, path, request.url.query, request.headers.raw, request.read())
         kind = self._world.strike(path)
@@ -376,11 +421,10 @@ def write_checkpoint(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 def connections(hosts: list[Host]) -> Callable[..., Any]:
     """Returns what stands for `asyncio.open_unix_connection`: the sockets of the hosts' agents."""
-    by_directory = {str(host.directory): host for host in hosts}
 
     class Connection:
         def __init__(self, path: str) -> None:
-            self._host = by_directory[str(Path(path).parent)]
+            (self._host,) = (host for host in hosts if host.directory == Path(path).parent)
             if self._host.world.now < self._host._back:
                 raise ConnectionRefusedError(path)
             self._line = b""

@@ -29,18 +29,20 @@ from jaxrl.bridge.base import (
     UnavailableError,
 )
 from jaxrl.bridge.owned_directory import MEMORY
+from jaxrl.bridge.servers import control
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.store import agent, chunks, slots, upload, version
+from jaxrl.bridge.store import agent, chunks, clients, slots, upload, version
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StorePublisher
 from tests.bridge.cases import ListSource
 from tests.bridge.protocol import processes
-from tests.bridge.protocol.processes import Host, Network, Request, Server
+from tests.bridge.protocol.processes import Background, Host, Network, Request, Server
 from tests.bridge.protocol.world import Bucket, KilledError, World
 
 F16 = np.dtype(np.float16)
 STORE = "http://store/x"
 SILENCE = 40.0  # seconds; longer than a lease
+LONG = 600.0  # seconds; a server that did not answer is asked again sooner
 FAILURES = (PoisonedError, RefusedError, UnavailableError)
 _CHUNK = 256  # bytes
 
@@ -65,6 +67,11 @@ class Pool:
         order += [i for i in range(len(given)) if i not in order]
         found = {i: call(*given[i]) for i in order}
         return iter([found[i] for i in range(len(given))])
+
+
+def _bucket(world: World, url: str, *, client_options: Any, retry_config: Any) -> Bucket:
+    limit = retry_config.get("retry_timeout") or client_options["read_timeout"]
+    return Bucket(world, url, patience=limit.total_seconds())
 
 
 class Learner:
@@ -115,23 +122,26 @@ class Scene(ExitStack):
         self.world.published["", 0] = {n: a.tobytes() for n, a in self.tensors.items()}
         directory = Path(self.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
         checkpoint = processes.write_checkpoint(directory / "model", self.tensors)
-        self.hosts = [Host(self.world, directory / name) for name in ("near", "far")]
-        places = [(self.hosts[0], 8000), (self.hosts[0], 8001), (self.hosts[1], 8000)]
-        self.servers = [Server(host, port=port, checkpoint=checkpoint) for host, port in places]
+        self.hosts, self.servers = list[Host](), list[Server]()
         self.learner: Learner | None = None
         self._number = 0
         self.meanwhile: Callable[[], None] = self.wait
         self.world.settle = self._settle
-        by_url = {server.url: server for server in self.servers}
-        self.network = Network(self.world, by_url, self._suspended)
+        self.network = Network(self.world, self.servers, self._suspended)
         self.enter_context(mock.patch.dict(os.environ))
         self._replace_what_is_simulated()
+        for name, ports in (("near", (8000, 8001)), ("far", (8000,))):
+            host = Host(self.world, directory / name)
+            self.hosts.append(host)
+            self.servers += [Server(host, port=port, checkpoint=checkpoint) for port in ports]
         for server in self.servers:
             self.callback(server.stop)
 
     def _replace_what_is_simulated(self) -> None:
         world = self.world
-        client = functools.partial(httpx2.Client, transport=self.network)
+        clock = SimpleNamespace(
+            sleep=world.sleep, monotonic=lambda: world.now, perf_counter=lambda: world.now
+        )
         open_slot = slots.open_slot
 
         def opened(slot: Path, files: Any) -> Any:
@@ -139,10 +149,11 @@ class Scene(ExitStack):
             return open_slot(slot, files)
 
         replaced: list[tuple[Any, str, Any]] = [
-            (httpx2, "Client", client),
-            (obstore.store, "from_url", lambda url, **_: Bucket(world, url)),
+            (httpx2, "HTTPTransport", lambda **_: self.network),
+            (obstore.store, "from_url", functools.partial(_bucket, world)),
             (processes.asyncio, "open_unix_connection", processes.connections(self.hosts)),
-            (agent, "time", SimpleNamespace(sleep=world.sleep, monotonic=lambda: world.now)),
+            (agent, "Newest", Background),
+            *((module, "time", clock) for module in (agent, clients, control, swap)),
             (slots, "open_slot", opened),
             (chunks, "CHUNK_BYTES", _CHUNK),
             (version, "CHUNK_BYTES", _CHUNK),
@@ -222,8 +233,8 @@ class Scene(ExitStack):
 
     def _settle(self) -> None:
         if not any(server.busy for server in self.servers):
-            for server in self.servers:
-                server.settle()
+            for one in (*self.hosts, *self.servers):
+                one.settle()
 
     def check(self) -> None:
         """Checks what holds at any time."""
@@ -244,9 +255,10 @@ class Scene(ExitStack):
             if not server.alive or not self._repairable(server):
                 server.start()
         self.ensure_learner()
-        for _ in range(2):  # a host that was behind may fetch in the background first
+        for _ in range(2):  # a host or server that was behind is not waited for
             self.change(0.1)
             published = self.publish()
+            self.wait(LONG)
         assert published
         words = {name: array.tobytes() for name, array in self.tensors.items()}
         label = f"{self._number}@{self.learner.identity.session}"

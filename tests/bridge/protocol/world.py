@@ -90,8 +90,9 @@ class World:
 class Bucket:
     """The part of obstore's interface that `Objects` uses, below an address."""
 
-    def __init__(self, world: World, url: str) -> None:
-        self._world, self._prefix = world, f"{url.rstrip('/')}/"
+    def __init__(self, world: World, url: str, *, patience: float) -> None:
+        """Repeats a request for some seconds."""
+        self._world, self._prefix, self._patience = world, f"{url.rstrip('/')}/", patience
 
     def put(self, name: str, data: Any, *, use_multipart: bool) -> None:
         """Writes an object, or loses or damages it."""
@@ -111,7 +112,7 @@ class Bucket:
         if content is None or kind == "lose":
             raise NotFoundError(f"{name}: 404")
         content = damaged(content) if kind == "damage" else content
-        return SimpleNamespace(bytes=lambda: content)
+        return SimpleNamespace(stream=lambda _: [content])
 
     def delete(self, names: str | list[str]) -> None:
         """Deletes objects."""
@@ -126,13 +127,13 @@ class Bucket:
         yield [{"path": name.removeprefix(self._prefix)} for name in found]
 
     def _request(self, site: str) -> str:
-        """Repeats a request for a minute; raises obstore's error."""
+        """Counts a request; raises obstore's error."""
         world = self._world
         kind = world.strike(site)
         if kind == "kill":
             raise KilledError(world.actor)
         if (left := world.down_until - world.now) > 0:
-            world.sleep(min(left, 60.0))
+            world.sleep(min(left, self._patience))
         if kind == "fail" or world.down_until > world.now:
             raise GenericError("the store does not answer")
         return kind
