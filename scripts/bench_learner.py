@@ -1,7 +1,7 @@
 """Measures speed and memory of the learner's step, as JSON lines.
 
-python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--torch DIR]
-    [--peers DIR]
+python scripts/bench_learner.py --shapes S M --dtypes f32 bf16 f16 [--elided] [--kl 0.001]
+    [--torch DIR] [--peers DIR]
 
 The dtypes of a shape and the baselines are timed alternately.
 """
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences per microbatch")
     parser.add_argument("--remat", default="matmuls")
     parser.add_argument("--elided", action="store_true", help="time it without roundings, too")
+    parser.add_argument("--kl", type=float, help="time it with this KL coefficient, too")
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
     parser.add_argument("--peers", type=Path, help="time TRL of scripts/install_peers.sh in f32")
     args = parser.parse_args()
@@ -61,6 +62,8 @@ def main() -> None:
         for dtype in args.dtypes:
             if args.elided:
                 runs[f"no roundings {dtype}"] = build(precision=precisions[dtype], elide=True).run
+            if args.kl:
+                runs[f"kl {args.kl:g} {dtype}"] = build(precision=precisions[dtype], kl=args.kl).run
             if args.torch and dtype in plain.FLAGS:
                 step = plain.torch_step(args.torch, shape, dtype=dtype, rows=PEER_ROWS)
                 runs[f"hand-written torch {dtype}"] = step

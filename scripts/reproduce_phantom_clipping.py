@@ -3,6 +3,7 @@
     python scripts/reproduce_phantom_clipping.py runs/phantom
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
+    python scripts/reproduce_phantom_clipping.py runs/phantom --explanations ten minutes; seed 0
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
@@ -11,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import grid, phantom, pictures
+from reproduce import explanations, grid, phantom, pictures
 from reproduce.phantom import SAMPLERS
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser = plain_parser(__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
+    parser.add_argument("--explanations", action="store_true", help="the write-up's other ones")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -30,6 +32,11 @@ def main() -> None:
     directory = arguments.directory.absolute()
     grid.set_up(directory)
     phantom.write_material(directory, model=phantom.DEEP, seeds=arguments.seeds)
+    if arguments.explanations:
+        seed = arguments.seeds[0]
+        print(explanations.table(explanations.compared(directory, seed=seed)))
+        print(explanations.climbed_table(explanations.climbed(directory, seed=seed)))
+        return
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)
     show(directory)

@@ -17,6 +17,7 @@ from jaxrl.learner import (
     Optimizers,
     State,
     make_critic,
+    reporting_publish,
     shared_trunk,
     side_by_side,
 )
@@ -100,9 +101,12 @@ def _shared_trunk(
         precision=config.precision,
         param_shardings=layout.constraints({**model.specs, **specs}),
     )
+    step = reporting_publish(
+        pure.step, params_of=lambda states: states.policy.params, precision=config.precision
+    )
     # Its spec says zeros.
     head = models.init(specs, jax.random.key(0), dtype=config.precision.params)
-    return pure, place(head, layout.tree(specs)), specs
+    return pure._replace(step=step), place(head, layout.tree(specs)), specs
 
 
 def _optimizer(

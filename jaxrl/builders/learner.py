@@ -20,7 +20,7 @@ from jaxrl.core import (
     jit,
     most_rows,
 )
-from jaxrl.learner import ActorCritic, Learner, State, make_learner
+from jaxrl.learner import ActorCritic, Learner, State, make_learner, reporting_publish
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
 from jaxrl.sharding import Layout
@@ -182,4 +182,9 @@ def build_learner(
         precision=config.precision,
         param_shardings=layout.constraints(specs),
     )
+    if not config.lora.rank or config.lora.publish == "adapters":
+        step = reporting_publish(
+            learner.step, params_of=lambda state: state.params, precision=config.precision
+        )
+        learner = learner._replace(step=step)
     return learner, learning_rate

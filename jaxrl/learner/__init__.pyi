@@ -33,6 +33,7 @@ from .reward_model import (
     make_ranker as make_ranker,
     make_scores as make_scores,
 )
+from .rounding import reporting_publish as reporting_publish
 from .update import (
     LearnerState as LearnerState,
     Update as Update,

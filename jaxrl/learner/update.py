@@ -6,8 +6,6 @@ and the step count change.
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,8 +18,9 @@ from flax import struct
 from jaxrl.core.batch import Minibatch, TokenBatch
 from jaxrl.core.casts import cast
 from jaxrl.core.loss_scale import LossScale, init_loss_scale, update_loss_scale
-from jaxrl.core.metrics import Latest, Mean, Metrics, masked_mean
+from jaxrl.core.metrics import Latest, Mean, Metrics
 from jaxrl.core.precision import Precision
+from jaxrl.learner.rounding import absorbed
 from jaxrl.models import lora
 from jaxrl.models.spec import Params
 
@@ -117,7 +116,7 @@ def make_update(
         grads, (value, metrics) = summed(lora.trainable(weights), rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
-        new_state, absorbed = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
+        new_state, lost = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
         # A step that changes a shape or dtype of its state would recompile at the next call.
         chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         own = {
@@ -126,7 +125,7 @@ def make_update(
             "loss_scale": _once(state.loss_scale.scale, kind=Latest),
             "skipped_steps": _once(new_state.loss_scale.skipped, kind=Latest),
         }
-        return new_state, metrics | own | absorbed
+        return new_state, metrics | own | lost
 
     def init(params: Any) -> LearnerState:
         trained = cast(lora.trainable(params), precision.params)
@@ -214,7 +213,7 @@ def _apply(
     opt_state = jax.tree.map(keep, opt_state, fetched)
     metrics: Metrics = {}
     if precision.params.itemsize < f32.itemsize:
-        metrics["update/absorbed"] = _absorbed(updates, trained, params, finite=finite)
+        metrics["update/absorbed"] = absorbed(updates, trained, params, finite=finite)
     new_state = LearnerState(
         step=state.step + 1,
         params=lora.with_trainable(state.params, jax.tree.map(keep, params, trained)),
@@ -222,14 +221,6 @@ def _apply(
         loss_scale=update_loss_scale(state.loss_scale, finite, spec=precision.loss_scale),
     )
     return new_state, metrics
-
-
-def _absorbed(updates: Any, old: Any, new: Any, *, finite: jax.Array) -> Mean:
-    """The share of updates other than 0 that leave the rounded parameter as it was."""
-    moving = jax.tree.map(lambda u: finite & (u != 0), updates)
-    masked = jax.tree.map(lambda a, b, mask: masked_mean(a == b, mask), old, new, moving)
-    means = jax.tree.leaves(masked, is_leaf=lambda leaf: isinstance(leaf, Mean))
-    return functools.reduce(operator.add, means)
 
 
 def _move(x: jax.Array, like: jax.Array | None = None) -> jax.Array:

@@ -1,9 +1,11 @@
 """The learner's step as a benchmark, with its memory and FLOPs: on groups of completions, with and
 without shared prompts."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
@@ -20,7 +22,7 @@ from jaxrl.core import (
     pack_minibatch,
 )
 from jaxrl.learner import make_learner
-from jaxrl.losses import grpo
+from jaxrl.losses import grpo, with_terms
 from jaxrl.models import DecoderConfig, decoder, init
 
 SEQUENCES, LENGTH = 64, PROMPT + ANSWER
@@ -57,18 +59,26 @@ def learner_step(
     microbatch: int,
     shared: bool = False,
     elide: bool = False,
+    kl: float = 0.0,
 ) -> Built:
     """Compiles a step of GRPO with AdamW on random weights and tokens, with at most `microbatch`
     tokens in a microbatch. If `shared`, a group shares its prompt, in one long row. If `elide`, XLA
-    may leave out roundings."""
+    may leave out roundings. With a coefficient `kl`, a reference scores the tokens before the
+    step."""
     model = decoder(config, remat=remat)
     shape = _row_shape(work, microbatch=microbatch, shared=shared)
     minibatch = _minibatch(work, shape, vocabulary=config.vocab_size)
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LEARNING_RATE, weight_decay=0.0)
     )
-    learner = make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
-    state = jit(learner.init)(init(model.specs, jax.random.key(0), dtype=precision.params))
+    loss = with_terms(grpo(), kl=kl).objective
+    learner = make_learner(model, loss, optimizer=optimizer, precision=precision)
+    weights = init(model.specs, jax.random.key(0), dtype=precision.params)
+    state = jit(learner.init)(weights)
+    score, given = jit(learner.score), minibatch
+    if kl:
+        weights = jax.tree.map(jnp.copy, weights)  # the step donates the policy's
+        minibatch = dataclasses.replace(given, reference=score(weights, given))
     lowered = jit(learner.step, donate_argnums=0).lower(state, minibatch)
     step = lowered.compile({"xla_allow_excess_precision": elide})
     memory = step.memory_analysis()
@@ -77,7 +87,8 @@ def learner_step(
 
     def run(_: int) -> None:
         nonlocal state
-        state, metrics = step(state, minibatch)
+        before = {"reference": score(weights, given)} if kl else {}
+        state, metrics = step(state, dataclasses.replace(given, **before))
         jax.block_until_ready((state, metrics))
 
     return Built(run, minibatch.batch.tokens.size, held / 2**20)

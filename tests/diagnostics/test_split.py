@@ -58,6 +58,20 @@ def test_without_beta_no_clip_is_a_phantom():
     assert found["beta_advantage"] == 0
 
 
+def test_weights_of_gradients_with_and_without_beta():
+    """e^(alpha + beta) A beside e^alpha A: (2, 3) and (1, 3) for A = (1, -3), beta = (ln 2, 0)."""
+    ln2 = np.log(2)
+    found = split_log_ratio(tokens([0, 0], [ln2, 0], advantages=[1, -3]), low=0.2, high=0.2)
+    assert found["weight_difference"] == pytest.approx(1 / np.sqrt(10))
+    assert found["weight_correlation"] == pytest.approx(1)  # two points lie on a line
+    three = tokens([0, 0, ln2], [0, ln2, -ln2], advantages=[1, 1, 2])
+    found = split_log_ratio(three, low=0.2, high=0.2)
+    assert found["weight_correlation"] == pytest.approx(np.corrcoef([1, 2, 2], [1, 1, 4])[0, 1])
+    assert found["weight_difference"] == pytest.approx(np.sqrt(5 / 18))
+    same = split_log_ratio(tokens([0.3, 0.1], [0, 0], advantages=[1, -1]), low=0.2, high=0.2)
+    assert (same["weight_difference"], same["weight_correlation"]) == (0, pytest.approx(1))
+
+
 def test_moments_and_correlation_equal_numpy():
     found = split_log_ratio(
         tokens([0.1, 0.3], [-0.02, 0.04], advantages=[-1, 2], sampler=[-1, -2]), low=0.2, high=0.2

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from jaxrl.core.metrics import to_floats
-from jaxrl.core.precision import PRESETS
+from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.diagnostics import History
+from jaxrl.learner.rounding import reporting_publish
 from jaxrl.training.absorbed import absorbed_note
 from tests import tiny
 from tests.learner.test_policy import learner, minibatch
@@ -38,6 +39,42 @@ def test_the_share_is_counted_in_numpy(size):
     kept = [np.asarray(x) for x in jax.tree.leaves(after.params) if x.ndim > 2]
     same = np.concatenate([(a == b).ravel() for a, b in zip(before, kept, strict=True)])
     assert same.mean() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", ["phantom", "phantom,wire=f8_e4m3", "bf16"])
+def test_published_words_are_counted_in_numpy(text):
+    """Words of a copy that is rounded twice, against numpy's own rounding; each parameter moves by
+    another size."""
+    precision = Precision.of(text)
+    one = learner(precision=precision, optimizer=constant(3e-4))
+    reporting = reporting_publish(
+        one.step, params_of=lambda state: state.params, precision=precision
+    )
+    state = one.init(tiny.params())
+    batch = minibatch(rows_per_microbatch=2)
+    after, metrics = reporting(state, batch)
+    found, expected = to_floats(metrics), {"moved": 0.0, "words": 0.0, "lost": 0.0, "whole": 0.0}
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
+        old, new = (np.asarray(x, np.float32) for x in (a, b))
+        rounded = [x.astype(precision.wire).astype(precision.sampler) for x in (old, new)]
+        same = rounded[0].astype(np.float32) == rounded[1].astype(np.float32)
+        squares = (new - old).astype(np.float64) ** 2
+        expected["moved"] += np.sum(~same)
+        expected["words"] += same.size
+        expected["lost"] += squares[same].sum()
+        expected["whole"] += squares.sum()
+    assert 0 < found["publish/changed"] < 1
+    assert found["publish/changed"] == pytest.approx(expected["moved"] / expected["words"])
+    share = expected["lost"] / expected["whole"]
+    assert found["publish/absorbed"] == pytest.approx(share, rel=1e-4)
+    assert (share == 0) == (text == "bf16")  # the parameters are what is published
+    rest = {name: x for name, x in found.items() if not name.startswith("publish/")}
+    assert rest == to_floats(one.step(state, batch)[1])
+
+
+def test_a_policy_that_is_sampled_as_it_is_has_no_rounding_to_report():
+    step = learner().step
+    assert reporting_publish(step, params_of=lambda s: s.params, precision=PRESETS["fp32"]) is step
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])

@@ -12,9 +12,11 @@ import pytest
 
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, build_learner, step_minibatch, step_shape
+from jaxrl.builders.model import trained_specs
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.config.reward import RewardConfig
+from jaxrl.core import packing
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.packing import MinibatchShape, abstract_minibatch
 from jaxrl.huggingface.config import convert
@@ -22,6 +24,7 @@ from jaxrl.learner.actor_critic import State, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import ppo
+from jaxrl.models import init, lora
 from jaxrl.models.model import decoder
 from jaxrl.training.minibatches import (
     Targets,
@@ -113,6 +116,34 @@ def test_the_description_is_what_training_passes(changes, found, tmp_path):
         if field.default is None and getattr(part, field.name) is not None
     }
     assert optional == found | {"rewards"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reports"),
+    [
+        ({"precision": "bf16_master"}, True),
+        ({"precision": "fp32"}, False),
+        ({"precision": "bf16_master", "lora__rank": "2"}, False),  # merged weights are published
+    ],
+)
+def test_a_run_reports_what_a_publish_changes(changes, reports, tmp_path):
+    config = make_config(tmp_path, **{"mesh__fsdp": "1", "mesh__tensor": "1"} | changes)
+    layout, recipe = make_layout(config.mesh, devices=jax.devices()[:1]), make_recipe(config)
+    model = decoder(tiny.CONFIG)
+    learner, _ = build_learner(config, model, objective=recipe.objective, layout=layout)
+    shape = MinibatchShape(row_length=24, rows_per_microbatch=4)
+
+    def step(params: Any) -> Any:
+        given = params
+        if config.lora.rank:
+            specs = trained_specs(config.lora, model.specs)
+            adapters = init(specs.adapters, jax.random.key(0), dtype=config.precision.params)
+            given = lora.Adapted(adapters, params, specs.alpha)
+        batch = packing.pack_minibatch(tiny.rollouts(8), [0.0] * 8, shape=shape)
+        return learner.step(learner.init(given), batch)[1]
+
+    found = {name for name in jax.eval_shape(step, tiny.params()) if name.startswith("publish/")}
+    assert found == ({"publish/changed", "publish/absorbed"} if reports else set())
 
 
 def test_a_truncated_completion_continues_in_the_critics_mind():

@@ -108,8 +108,11 @@ def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, f
       probability, the rarest tenth of the tokens first; "beta_advantage": correlation of beta and
       A; "clipped", "clipped_low", "clipped_high": shares of tokens whose clipped branch is taken
       (A < 0 below 1 - low, A > 0 above 1 + high); "phantom": share clipped at alpha + beta but not
-      at alpha; "phantom_share": the same of the clipped tokens; "kl": E[-delta]; "k3_kl":
-      E[w - delta - 1]; "chi2_token", "chi2_sequence": E[w^2] - 1; "ess": E[w]^2 / E[w^2];
+      at alpha; "phantom_share": the same of the clipped tokens; "weight_correlation",
+      "weight_difference": of the weights w A that the tokens' gradients have without a clip, and
+      those at alpha alone, e^alpha A: correlation, and norm of the difference relative to the
+      latter's; "kl": E[-delta]; "k3_kl": E[w - delta - 1]; "chi2_token", "chi2_sequence":
+      E[w^2] - 1; "ess": E[w]^2 / E[w^2];
       "prob_diff_mean", "_p99", "_max": difference of the probabilities; "pearson": their
       correlation; "sequence_std": of the summed delta; "sequence_std_per_sqrt_token". The
       correlation with a constant is 0.
@@ -122,6 +125,8 @@ def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, f
     real = (up & (alpha > np.log1p(high))) | (down & (alpha < np.log1p(-low)))
     phantom = (above | below) & ~real
     w = np.exp(delta)
+    weights = w * tokens.advantages
+    clean = np.exp(np.clip(alpha, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) * tokens.advantages
     lengths = np.bincount(tokens.sequences)
     sums = np.bincount(tokens.sequences, weights=delta)
     bounded = np.clip(sums, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -137,6 +142,8 @@ def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, f
         "clipped_high": float(np.mean(above)),
         "phantom": float(np.mean(phantom)),
         "phantom_share": float(np.mean(phantom)) / clipped if clipped else 0.0,
+        "weight_correlation": _correlation(weights, clean),
+        "weight_difference": _relative(weights - clean, clean),
         "kl": float(np.mean(-delta)),
         "k3_kl": float(np.mean(w - delta - 1)),
         "chi2_token": float(np.mean(w**2) - 1),
@@ -158,6 +165,11 @@ def moments(name: str, values: np.ndarray) -> dict[str, float]:
         f"{name}_std": float(values.std()),
         f"{name}_p99": float(np.quantile(np.abs(values), 0.99)),
     }
+
+
+def _relative(part: np.ndarray, whole: np.ndarray) -> float:
+    norm = np.linalg.norm(whole)
+    return float(np.linalg.norm(part) / norm) if norm else 0.0
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
