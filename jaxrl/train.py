@@ -87,7 +87,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
         ) as collect,
         _open_profile(run, done=progress.step) as profile,
     ):
-        alarms = AlarmActions(run)
+        alarms, tokenizer = AlarmActions(run), run.source.task.tokenizer
         if progress.step == 0:
             progress.initial_accuracy = evaluate(run, progress)
             progress.initial_failed = progress.failed
@@ -110,7 +110,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
             numbers = run.hosts.share(rollouts.numbers | learned | published | seconds)
             if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
                 run.tracker.note(note)
-            run.tracker.log(progress.step, step_metrics(rollouts, numbers))
+            run.tracker.log(progress.step, step_metrics(rollouts, numbers, tokenizer=tokenizer))
             accuracy = evaluate(run, progress)
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)

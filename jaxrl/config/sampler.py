@@ -1,9 +1,9 @@
 """The tables of a config about sampling: parameters, the sampler, its servers, rollouts."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from jaxrl.bridge import check_arguments, check_url
 from jaxrl.config.section import Seconds, Section, Texts, is_http_address
@@ -135,3 +135,15 @@ class RolloutsConfig(Section):
     """Order in which groups are trained on. `begun`: as sampling began; the learner waits for long
     completions, and no group becomes too stale. `finished`: as sampling finished; the learner does
     not wait, stale groups are dropped and counted, and short completions are favoured."""
+
+    replay_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each batch's groups that were trained on in the step before (partial refresh); the
+    others are new. Each group is trained on twice at most. The loss must weight stale tokens."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.replay_share and self.max_staleness:
+            yield (
+                f"rollouts.replay_share = {self.replay_share:g} and rollouts.max_staleness = "
+                f"{self.max_staleness}: a run that samples ahead trains on every group once; set "
+                "one of them to 0"
+            )

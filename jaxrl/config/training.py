@@ -150,6 +150,11 @@ def _sizes(c: Config) -> Iterator[str]:
             f"mesh.context = {c.mesh.context} splits a row into {c.mesh.row_shards} shards, which "
             f"do not divide {c.row_length} tokens; set train.row_length = {wanted}"
         )
+    if (share := c.rollouts.replay_share) and share * c.train.train_batch < 1:
+        yield (
+            f"rollouts.replay_share = {share:g} of train.train_batch = {c.train.train_batch} "
+            "groups is less than one; raise it, or leave it out"
+        )
     if c.reward.overlong_buffer > c.sampling.max_tokens:
         yield (
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is larger than "

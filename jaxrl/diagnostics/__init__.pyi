@@ -8,7 +8,7 @@ from .alarms.history import History as History, Series as Series
 from .alarms.limits import LIMITS as LIMITS, Limits as Limits
 from .alarms.rules import RULES as RULES
 from .alarms.table import Cause as Cause, Finding as Finding, Rule as Rule
-from .completions import completion_metrics as completion_metrics
+from .completions import completion_metrics as completion_metrics, format_marks as format_marks
 from .ratio.agreement import agreement_metrics as agreement_metrics
 from .ratio.pictures import draw as draw
 from .ratio.replay import (

@@ -5,12 +5,14 @@ prompts: a policy that has learnt a task may always give a prompt the same compl
 completions no longer depend on the prompt.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.core.batch import Rollout, by_group
 
+_MARK = re.compile(r"^[ \t]*(?:[-*+\u2022]|\d+[.)]|#{1,6})[ \t]|\*\*[^*\n]+\*\*|\\boxed\{", re.M)
 _GRAM = 3  # tokens of an n-gram
 _TAIL = 256  # last tokens of a completion, in which repetition is measured
 _QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
@@ -43,6 +45,16 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = np.array([r.reward for r in rollouts])
     metrics |= quantiles("reward", rewards[~np.isnan(rewards)])
     return metrics | quantiles("completion_length", np.array([len(x) for x in ids]))
+
+
+def format_marks(texts: Sequence[str]) -> int:
+    r"""Counts the marks of format in texts: items of lists, headings, bold words and \boxed{}.
+
+    Example:
+      >>> format_marks(["# Sum", "- 1\n- 2\n3. **three**, so \\boxed{6}"])
+      6
+    """
+    return sum(len(_MARK.findall(text)) for text in texts)
 
 
 def distinct(sequences: Sequence[np.ndarray]) -> float:

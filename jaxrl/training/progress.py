@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxrl.core import Rollout, from_json, to_json
 
+_ROLLOUTS = ("pending", "replay")
+
 
 @dataclasses.dataclass
 class Progress:
@@ -21,6 +23,8 @@ class Progress:
     failed: int = 0
     # Rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
     pending: list[Rollout] = dataclasses.field(default_factory=list)
+    # Groups of the last batch that the next one trains on again.
+    replay: list[Rollout] = dataclasses.field(default_factory=list)
     # Numbers of prompts that were being sampled; they are sampled again on resuming.
     running: list[int] = dataclasses.field(default_factory=list)
     # `buffer.Counts` of an asynchronous run.
@@ -32,19 +36,22 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON that a checkpoint holds."""
-        return vars(self) | {"pending": [to_json(rollout) for rollout in self.pending]}
+        kept = {name: getattr(self, name) for name in _ROLLOUTS}
+        return vars(self) | {name: [to_json(r) for r in some] for name, some in kept.items()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Progress":
         """Inverts `to_json`."""
         fields = dict(content)
-        fields["pending"] = [from_json(rollout) for rollout in fields["pending"]]
+        for name in _ROLLOUTS:
+            fields[name] = [from_json(rollout) for rollout in fields.get(name, [])]
         return cls(**fields)
 
     def drop_pending(self) -> None:
-        """Drops pending rollouts, which an asynchronous run counts as stale and samples again."""
+        """Drops the rollouts that are to be trained on; an asynchronous run counts pending ones as
+        stale and samples them again."""
         groups = {rollout.group for rollout in self.pending}
-        self.pending = []
+        self.pending, self.replay = [], []
         if self.counts:
             self.counts = self.counts | {"stale": self.counts["stale"] + len(groups)}
             self.running = sorted({*self.running, *groups})

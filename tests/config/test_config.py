@@ -114,6 +114,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"data__prompt_format": "Q:"}, "data.prompt_format = 'Q:': it lacks the prompt"),
         ({"train__updates_per_rollout": 3}, "32 x 8 = 256 completions; choose a divisor"),
         ({"train__max_kl": 0.02}, "with train.updates_per_rollout = 1 there are none"),
+        ({"rollouts__replay_share": 0.01}, "train.train_batch = 32 groups is less than one"),
+        (
+            {"rollouts__replay_share": 0.5, "rollouts__max_staleness": 1},
+            "samples ahead trains on every group once",
+        ),
         ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
         ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),

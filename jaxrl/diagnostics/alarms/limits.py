@@ -19,6 +19,8 @@ class Limits:
     distinct_factor: float = 0.3  # times the share of the first steps
     identical_rise: float = 0.9  # fraction of the way from the first steps' share to 1
     repetition_rise: float = 0.5  # as identical_rise
+    marks_share: float = 0.05  # marks of format in each token; fewer never raise an alarm
+    marks_factor: float = 3.0  # times the marks of the first steps
     truncated_share: float = 0.5  # of completions
     length_factor: float = 0.1  # times the length of the first steps
     entropy_factor: float = 0.1  # times the entropy of the first steps

@@ -148,6 +148,21 @@ def repetition(history: History, limits: Limits) -> Finding | None:
 
 
 @rule(
+    "format instead of content",
+    causes="the reward, often a reward model or a judge, pays for lists, headings, bold words or "
+    "boxes",
+    keys=("reward.path", "reward.model", "loss.kl"),
+)
+def formatting(history: History, limits: Limits) -> Finding | None:
+    """Marks of format in each token: above {marks_share}, and above {marks_factor} x the first
+    steps'."""
+    share, usual = _means(history, limits, "completion/marks", limits.short)
+    limit = max(limits.marks_share, limits.marks_factor * usual)
+    text = f"{share:.3f} marks of format a token, {usual:.3f} in the first steps"
+    return Finding(share, limit, text) if share > limit else None
+
+
+@rule(
     "completions reach the length limit",
     causes="the reward or the aggregation favours length, or the limit is too low",
     keys=("reward.overlong_buffer", "sampling.max_tokens", "loss.aggregation", "loss.kl"),

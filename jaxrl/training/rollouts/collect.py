@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core import Rollout
-from jaxrl.data import Example, next_indices
-from jaxrl.diagnostics import completion_metrics
+from jaxrl.core import Rollout, by_group
+from jaxrl.data import Example, Tokenizer, next_indices
+from jaxrl.diagnostics import completion_metrics, format_marks
 from jaxrl.sampling import SamplingParams
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
-from jaxrl.training.rollouts.buffer import check_versions
+from jaxrl.training.rollouts.buffer import check_versions, staleness
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
 from jaxrl.training.rollouts.score import (
     failure_note,
@@ -35,19 +35,21 @@ class RolloutBatch(NamedTuple):
 
 
 def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> RolloutBatch:
-    """Samples and scores one batch of rollouts.
+    """Samples and scores one batch of rollouts. With a `rollouts.replay_share`, some of its groups
+    are the last batch's.
 
     With dynamic sampling it repeats, up to `dynamic_sampling_rounds` more times, until the batch is
     full of groups whose rewards differ.
     """
     config = source.config.train
     extra_rounds = config.dynamic_sampling_rounds
+    fresh = config.train_batch - dynamic_sampling.count_groups(progress.replay)
     found, sampled, rounds = progress.pending, list[Rollout](), 0
     failures = list[str]()
     noting = source._replace(note=failures.append)
     rollouts: list[Rollout] = []
-    while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < config.train_batch:
-        first, progress.position = progress.position, progress.position + config.train_batch
+    while rounds <= extra_rounds and dynamic_sampling.count_groups(found) < fresh:
+        first, progress.position = progress.position, progress.position + fresh
         examples = prompts_at(source, range(first, progress.position))
         params = request_params(source, step=progress.step, request=rounds)
         rollouts = _sample_and_score(
@@ -61,34 +63,50 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
     numbers = reward_metrics(sampled, weights=weights)
     groups = dynamic_sampling.count_groups(found)
     # If all rewards are equal, the last round is trained on: a KL term still has a gradient.
-    batch, progress.pending = dynamic_sampling.split_groups(
-        found or rollouts, groups=config.train_batch
-    )
+    batch, progress.pending = dynamic_sampling.split_groups(found or rollouts, groups=fresh)
     if extra_rounds:
         numbers |= {
             "groups/rounds": float(rounds),
-            "groups/trained": float(min(groups, config.train_batch)),
+            "groups/trained": float(min(groups, fresh)),
             "groups/kept": float(dynamic_sampling.count_groups(progress.pending)),
         }
-    if groups < config.train_batch:
+    if groups < fresh:
         progress.short_batches += 1
         if progress.short_batches == 1:
             source.note(
-                f"dynamic sampling found {groups} groups of train.train_batch = "
-                f"{config.train_batch} in {rounds} rounds; training on these (groups/trained). The "
+                f"dynamic sampling found {groups} of {fresh} groups (train.train_batch, less those "
+                f"that are replayed) in {rounds} rounds; training on these (groups/trained). The "
                 "prompts are too easy or too hard, or train.dynamic_sampling_rounds is too small"
             )
+    if share := source.config.rollouts.replay_share:
+        again, kept = progress.replay, int(share * config.train_batch)
+        progress.replay, _ = dynamic_sampling.split_groups(batch, groups=kept)
+        batch = _interleaved(batch, again)
+        ages = staleness(batch, step=progress.step)
+        numbers |= {"staleness": float(np.mean(ages)), "staleness/max": float(max(ages))}
+        numbers["rollouts/replayed"] = float(dynamic_sampling.count_groups(again))
     return RolloutBatch(batch, sampled, numbers)
 
 
-def step_metrics(rollouts: RolloutBatch, numbers: Numbers) -> Numbers:
-    """Returns all metrics of a step: `numbers`, and lengths, throughput and diversity."""
+def _interleaved(*parts: Sequence[Rollout]) -> list[Rollout]:
+    """Merges the groups of several lists evenly, so that every mini-batch gets some of each."""
+    placed: list[tuple[float, list[Rollout]]] = []
+    for groups in (list(by_group(part).values()) for part in parts):
+        placed += [((i + 0.5) / len(groups), group) for i, group in enumerate(groups)]
+    return [r for _, group in sorted(placed, key=lambda one: one[0]) for r in group]
+
+
+def step_metrics(rollouts: RolloutBatch, numbers: Numbers, *, tokenizer: Tokenizer) -> Numbers:
+    """Returns all metrics of a step: `numbers`, and lengths, throughput, diversity and format."""
+    chosen = [r.completion[r.action_mask] for r in rollouts.sampled]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in chosen]
     lengths = np.array([len(r.completion) for r in rollouts.sampled])
     tokens = sum(r.length for r in rollouts.batch)
     derived = {
         "completion_length": float(lengths.mean()),
         "completion_length/max": float(lengths.max()),
         "completion/truncated": float(np.mean([r.truncated for r in rollouts.sampled])),
+        "completion/marks": format_marks(texts) / max(1, sum(map(len, chosen))),
         "tokens_per_second": tokens / numbers["time/step"],
         "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
         "tokens_per_second/learn": tokens / numbers["time/learn"],

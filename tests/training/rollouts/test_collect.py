@@ -1,13 +1,15 @@
 """Synchronous rollouts, with a sampler and rewards written by hand."""
 
+import json
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxrl.core.batch import to_json
 from jaxrl.data.prompts import Example
-from jaxrl.environments.rewards.score import batched
+from jaxrl.environments.rewards.batches import batched
 from jaxrl.sampling.base import Completion
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import RolloutBatch, collect
@@ -39,6 +41,50 @@ def collected(sampler: Any, *, reward: Any, notes: list[str] | None = None) -> R
     note = ([] if notes is None else notes).append
     source = make_source(config, examples, sampler=sampler, reward=reward, note=note)
     return collect(source, progress=Progress(), seconds={})
+
+
+class Versioned:
+    """Completes prompts in order with the present version of the policy."""
+
+    version = 0
+
+    def sample(self, prompts, params, *, group_size):
+        for i, prompt in enumerate(prompts):
+            for j in range(group_size):
+                tokens = np.array([prompt[0], j], np.int32)
+                numbers = np.zeros(2, np.float32), np.full(2, self.version, np.int32)
+                yield Completion(i, j, tokens, *numbers, "stop")
+
+
+def test_partial_refresh_mixes_new_groups_with_the_last_batchs():
+    """Half of each batch is new; the other half is as it was sampled and scored, one version old,
+    and is trained on twice in all. A checkpoint between two steps changes nothing."""
+    config = run_config(
+        "nothing", reward__path="earned", train__group_size=2, rollouts__replay_share=0.5
+    )
+    examples = [Example(np.array([i], np.int32), {"prompt": i}, {}) for i in range(20)]
+    sampler, progress = Versioned(), Progress()
+    source = make_source(config, examples, sampler=sampler, reward=lambda *_: 1.0)
+    batches = []
+    for step in range(4):
+        sampler.version = progress.step = step
+        batches.append(collect(source, progress=progress, seconds={}))
+        progress = Progress.from_json(json.loads(json.dumps(progress.to_json())))
+    seen = [list(dict.fromkeys(r.group for r in batch.batch)) for batch in batches]
+    assert seen == [[0, 1, 2, 3], [4, 0, 5, 1], [6, 4, 7, 5], [8, 6, 9, 7]]
+    assert progress.position == 10
+    for step, batch in enumerate(batches):
+        new = {r.group for r in batch.sampled}
+        assert len(batch.batch) == 8
+        for rollout in batch.batch:
+            assert set(rollout.version) == {step - (rollout.group not in new)}
+        assert batch.numbers["rollouts/replayed"] == (2 if step else 0)
+        assert batch.numbers["staleness"] == (0.5 if step else 0)
+        assert batch.numbers["staleness/max"] == (1 if step else 0)
+    first = {(r.group, tuple(r.completion)): r for r in batches[1].batch}
+    for again in batches[2].batch:
+        if again.version[0] == 1:
+            assert to_json(again) == to_json(first[again.group, tuple(again.completion)])
 
 
 def worth(text: str, example: Any) -> float:
