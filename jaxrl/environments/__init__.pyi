@@ -29,12 +29,14 @@ from .isolation.sandbox import (
     run_python as run_python,
     run_tests as run_tests,
 )
+from .rewards.batches import batched as batched, is_batched as is_batched
 from .rewards.builtin import (
     boxed_format as boxed_format,
     brevity as brevity,
     exact_match as exact_match,
     hash_format as hash_format,
     math_verify as math_verify,
+    novelty as novelty,
     numeric_match as numeric_match,
     python_tests as python_tests,
 )
@@ -42,8 +44,6 @@ from .rewards.numbers import final_number as final_number
 from .rewards.score import (
     Reward as Reward,
     RewardScores as RewardScores,
-    batched as batched,
-    is_batched as is_batched,
     load_rewards as load_rewards,
     score as score,
     with_component as with_component,

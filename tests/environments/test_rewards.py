@@ -13,6 +13,7 @@ from jaxrl.environments.rewards.builtin import (
     exact_match,
     hash_format,
     math_verify,
+    novelty,
     numeric_match,
 )
 from jaxrl.environments.rewards.numbers import final_number
@@ -62,6 +63,19 @@ def test_formats_are_matched_exactly():
     assert boxed_format(r"\boxed{1} \boxed{2}", {}) == 0
     assert hash_format("x\n#### 1,000\n", {}) == 1
     assert hash_format("#### 1\nx", {}) == 0
+
+
+def test_novelty_is_a_share_of_grams_that_are_ones_own():
+    """By hand: "a b c d" has the grams abc and bcd; the other completion of p has bcd too."""
+    completions = ["a b c d", "x b c d", "a b c d", "a", "", "a b c d"]
+    prompts = ["p", "p", "q", "q", "q", "r"]
+    examples = [{"rendered_prompt": prompt} for prompt in prompts]
+    assert novelty(completions, examples) == [0.5, 0.5, 1.0, 1.0, 0.0, 1.0]
+    same = [{"rendered_prompt": "p"}] * 2
+    assert novelty(["a b c", "a b c"], same) == [0.0, 0.0]
+    (term,) = load_rewards(["novelty"], [0.1])
+    scored = score([term], ["a b c d", "x b c d"], examples[:2])
+    np.testing.assert_allclose(scored.total, [0.05, 0.05])
 
 
 REWARDS = """
@@ -149,7 +163,7 @@ def test_reward_loads_from_installed_module():
 
 SLOW = """
 import asyncio, threading
-from jaxrl.environments.rewards.score import batched
+from jaxrl.environments.rewards.batches import batched
 
 def hangs(completion, example):
     if completion == "hang":
@@ -290,7 +304,7 @@ def test_endless_comparison_is_wrong(monkeypatch):
 
 HOSTILE = """
 import itertools, threading
-from jaxrl.environments.rewards.score import batched
+from jaxrl.environments.rewards.batches import batched
 
 @batched
 def endless(completions, examples):

@@ -6,12 +6,14 @@ function as `file.py:function`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.environments.isolation.calls import uses_processes
 from jaxrl.environments.isolation.sandbox import run_tests
 from jaxrl.environments.rewards import mathematics, numbers
+from jaxrl.environments.rewards.batches import batched
 
 
 def exact_match(completion: str, example: Mapping[str, Any]) -> float:
@@ -84,6 +86,28 @@ def python_tests(completion: str, example: Mapping[str, Any]) -> float:
     tests = example["tests"]
     text = tests if isinstance(tests, str) else "\n".join(tests)
     return float(run_tests(fenced[-1] if fenced else completion, text))
+
+
+@batched
+def novelty(completions: list[str], examples: list[Mapping[str, Any]]) -> list[float]:
+    """Returns for each completion the share of its word 3-grams that no other completion of its
+    prompt has: a bonus for diversity, which needs a small weight.
+
+    A shorter completion counts as one gram, an empty one as none.
+    """
+    grams = [_grams(completion.split()) for completion in completions]
+    prompts = [str(example["rendered_prompt"]) for example in examples]
+    # In how many completions of its prompt a gram occurs.
+    counts = Counter((prompt, g) for prompt, own in zip(prompts, grams, strict=True) for g in own)
+    return [
+        sum(counts[prompt, g] == 1 for g in own) / max(len(own), 1)
+        for prompt, own in zip(prompts, grams, strict=True)
+    ]
+
+
+def _grams(words: list[str]) -> set[tuple[str, ...]]:
+    size = min(3, len(words))
+    return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)} if words else set()
 
 
 def brevity(completion: str, example: Mapping[str, Any]) -> float:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +14,8 @@ from jaxrl.core import plugins
 from jaxrl.environments.isolation.calls import call_each
 from jaxrl.environments.isolation.places import describe
 from jaxrl.environments.rewards import builtin
+from jaxrl.environments.rewards.batches import RewardFn, is_batched
 
-RewardFn = Callable[..., Any]  # `def` or `async def`
-
-_BATCHED = "_jaxrl_batched"
 _LARGEST = 1e30  # the learner computes in f32
 
 
@@ -38,17 +36,6 @@ class RewardScores(NamedTuple):
     components: dict[str, np.ndarray]  # f64[N] for each reward name, before the weight
     failures: dict[str, int]  # number of failed completions for each reward name
     first_failure: str | None  # message for the log
-
-
-def batched(function: RewardFn) -> RewardFn:
-    """Marks a reward function of all completions: (list[str], list[Mapping]) -> N numbers."""
-    setattr(function, _BATCHED, True)
-    return function
-
-
-def is_batched(function: RewardFn) -> bool:
-    """Tells whether a function is marked by `batched`."""
-    return hasattr(function, _BATCHED)
 
 
 def load_rewards(
