@@ -4,7 +4,7 @@ from .memory import (
     memory_traffic as memory_traffic,
     program_work as program_work,
 )
-from .mesh import AXES as AXES, make_mesh as make_mesh
+from .mesh import AXES as AXES, make_mesh as make_mesh, remesh as remesh
 from .partition import Layout as Layout
 from .rules import PRESETS as PRESETS, Rules as Rules, change as change, make_rules as make_rules
 from .traffic import Traffic as Traffic, collectives as collectives

@@ -163,8 +163,13 @@ def trip_count(loop: Instruction, inside: Computation, program: Program) -> int 
         return None
     after = _Scope(body, program).element(root_of(body), counter.place)
     start = _Scope(inside, program).element(inside[loop.operands[0]], counter.place)
-    steps = isinstance(after, _State) and after.place == counter.place
-    if "direction=LT" in test.line and isinstance(start, int) and steps and after.offset > 0:
+    if (
+        "direction=LT" in test.line
+        and isinstance(start, int)
+        and isinstance(after, _State)
+        and after.place == counter.place
+        and after.offset > 0
+    ):
         return max(0, -(-(limit - counter.offset - start) // after.offset))
     raise ValueError(f"the loop {loop.name} of the compiled program counts in an unknown way")
 

@@ -48,6 +48,20 @@ def make_mesh(
     return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def remesh(mesh: Mesh, *, expert: int = 1, tensor: int = 1) -> Mesh:
+    """Builds another mesh over the devices of `mesh`, in the same order, so that a compiled program
+    can move arrays from one to the other. The axis `data` takes the devices that remain.
+
+    Raises:
+      ValueError: if `expert` x `tensor` does not divide the number of devices.
+    """
+    sizes = _resolve(
+        {**dict.fromkeys(AXES, 1), "data": -1, "expert": expert, "tensor": tensor},
+        devices=mesh.size,
+    )
+    return Mesh(mesh.devices.reshape(sizes), AXES, axis_types=mesh.axis_types)
+
+
 def _resolve(sizes: dict[str, int], *, devices: int) -> tuple[int, ...]:
     named = {axis: size for axis, size in sizes.items() if size != 1}
     shown = " x ".join(f"{axis}={size}" for axis, size in named.items()) or "of one device"

@@ -2,15 +2,17 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxrl import models
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core import Precision, check_products
-from jaxrl.sharding import PRESETS, Layout, make_mesh
+from jaxrl.models import Model
+from jaxrl.sharding import PRESETS, Layout, make_mesh, remesh
 
 
 def divide_cpu(mesh: MeshConfig, sampler: SamplerConfig) -> None:
@@ -59,11 +61,48 @@ def make_layout(
     return Layout(made, mesh.layout_rules)
 
 
-def sampler_layout(config: SamplerConfig, layout: Layout) -> Layout:
+def sampler_layout(config: SamplerConfig, layout: Layout, model: Model) -> Layout:
     """Returns the layout of the embedded sampler: on the learner's devices, or on the last ones
-    that jax finds, along the axis that its rules shard."""
+    that jax finds.
+
+    A mesh that cuts the dimension that products sum over would gather all weights for each token.
+    Such a sampler has a mesh of its own over the learner's devices, in whose place heads, columns
+    and experts are cut.
+
+    Raises:
+      ValueError: if `sampler.tensor` x `sampler.expert` does not divide the devices.
+    """
+    asked = {"tensor": config.tensor, "expert": config.expert}
+    given = {axis: size for axis, size in asked.items() if size is not None}
     if config.devices:
-        axis = config.rules or "data"
-        devices = jax.devices()[-config.devices :]
-        return Layout(make_mesh(**{axis: config.devices}, devices=devices), PRESETS[axis])
-    return layout if config.rules is None else Layout(layout.mesh, PRESETS[config.rules])
+        mesh = make_mesh(data=config.devices, devices=jax.devices()[-config.devices :])
+        sizes = given
+    else:
+        mesh = layout.mesh
+        if not given and layout.sharding(("embed",)).is_fully_replicated:
+            return layout
+        sizes = _parts(layout.mesh.shape, model) | given
+    try:
+        return Layout(remesh(mesh, **sizes), PRESETS["all"])
+    except ValueError as error:
+        keys = ", ".join(f"sampler.{axis} = {size}" for axis, size in sizes.items())
+        raise ValueError(f"{keys}: {error}") from error
+
+
+def _parts(shape: Mapping[str, int], model: Model) -> dict[str, int]:
+    """Chooses the parts of products and of experts that a mesh's shards of a row are used for."""
+    free = shape["fsdp"] * shape["context"] * shape["tensor"]
+    config = model.config
+    heads = {config.num_kv_heads, config.num_heads}
+    if config.linear is not None:
+        heads |= {config.linear.key_heads, config.linear.value_heads}
+    sizes: dict[str, set[int]] = {"tensor": {free} | heads, "expert": {0}}
+    rules = dict(PRESETS["all"].parameters)
+    for spec in models.flatten(model.specs).values():
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            for cut in {"tensor", "expert"} & {*rules[axis]}:
+                sizes[cut].add(size)
+    tensor = math.gcd(*sizes["tensor"])
+    experts = math.gcd(*sizes["expert"])
+    expert = math.gcd(free // tensor * shape["expert"], experts) if experts else 1
+    return {"tensor": tensor, "expert": expert}

@@ -140,7 +140,7 @@ def _open_client(
 def _embedded(
     config: SamplerConfig, weights: WeightRoute, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
-    own, several = sampler_layout(config, layout), layout.mesh.size > 1
+    own, several = sampler_layout(config, layout, weights.model), layout.mesh.size > 1
     merged = lora.merge(weights.params)
     placed = several or config.devices > 0
     sampler = EmbeddedSampler(

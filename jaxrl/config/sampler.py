@@ -64,10 +64,14 @@ class SamplerConfig(ServerConfig):
     """Devices for the embedded sampler alone, besides those of [mesh]; with
     `rollouts.max_staleness` both then work at the same time. 0 shares the learner's."""
 
-    rules: Literal["data", "fsdp", "tensor", "fsdp_tensor", "expert", "all"] | None = None
-    """Axes that shard the embedded sampler's weights and cache, a preset of sharding/rules.py. If
-    absent, the learner's rules, or `data` with sampler.devices. `data` keeps whole weights on each
-    device, so that decoding needs no communication."""
+    tensor: PositiveInt | None = None
+    """Shards of every matrix product of the embedded sampler, on a mesh of its own over its
+    devices; they decode different rows otherwise. If absent, 1 with sampler.devices. On the
+    learner's devices its mesh stays, unless that would gather weights for every token: then as many
+    of its shards of a row as the model's heads and columns divide over."""
+
+    expert: PositiveInt | None = None
+    """Shards of the embedded sampler's experts, likewise."""
 
     url: Texts = ()
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the
@@ -111,16 +115,12 @@ class SamplerConfig(ServerConfig):
             )
         embedded = {
             f"sampler.devices = {self.devices}": self.devices,
-            f"sampler.rules = {self.rules!r}": self.rules,
+            f"sampler.tensor = {self.tensor}": self.tensor,
+            f"sampler.expert = {self.expert}": self.expert,
         }
         for key, given in embedded.items():
             if given and self.name != "embedded":
                 yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
-        if self.devices and self.rules in ("fsdp_tensor", "all"):
-            yield (
-                f"sampler.rules = {self.rules!r} shards over several axes, but sampler.devices = "
-                f"{self.devices} are a mesh of one axis; use data, fsdp, tensor or expert"
-            )
 
 
 class RolloutsConfig(Section):

@@ -202,8 +202,10 @@ def _decoding(topology: Topology, program: Program) -> Iterator[str]:
     seconds = found.needed / rate
     yield _row("memory at full bandwidth", time_text(seconds))
     if found.sent and topology.chip.link_rate is not None:
-        yield _row("links at full bandwidth", time_text(found.sent / topology.chip.link_rate))
-    yield f"  roofline: {found.rows / seconds:,.0f} tokens/s at full bandwidth of the memory"
+        links = found.sent / topology.chip.link_rate
+        yield _row("links at full bandwidth", f"{time_text(links)}, {size_text(found.sent)} sent")
+        seconds = max(seconds, links)
+    yield f"  roofline: {found.rows / seconds:,.0f} tokens/s at full bandwidth"
     if found.moved is not None:
         read, written = (size_text(size) for size in found.moved)
         ratio = sum(found.moved) / found.needed
@@ -244,9 +246,11 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
     cache, most = program.resident.cache, config.sampling.max_batch
     if cache is not None and cache.rows > program.step.layout.count("batch"):
         yield f"sampling.max_batch = {max(1, most // 2)} instead of {most}: half the cache"
-    if config.sampler.rules is not None:
-        rules = f"sampler.rules = {config.sampler.rules!r}"
-        yield f"leave out {rules}: weights are sharded like the learner's"
+    if config.sampler.tensor is not None:
+        yield (
+            f"sampler.tensor larger than {config.sampler.tensor}, or left out: smaller shards of "
+            "the sampler's weights"
+        )
     if cache is not None:
         yield "sampler.name = 'vllm', with servers on other chips"
 

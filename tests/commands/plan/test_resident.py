@@ -65,7 +65,7 @@ def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
 def test_replicated_weights(tmp_path):
     cut, whole = (
         counted(tmp_path, **COMPLETIONS),
-        counted(tmp_path, **COMPLETIONS, sampler__rules="data"),
+        counted(tmp_path, **COMPLETIONS, sampler__tensor=1),
     )
     assert whole.sampler == 2 * sum(x.size for x in jax.tree.leaves(tiny.params()))
     assert whole.published == whole.sampler + cut.sampler  # sharded like the learner's, in transfer
