@@ -19,18 +19,20 @@ from jaxrl.core.precision import DType
 from jaxrl.models import spec
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
-# Tensors that are converted and gathered while an earlier one is written.
-_AHEAD = 1
+# Tensors that are converted and on their way to the host while an earlier one is written.
+_AHEAD = 2
 
 
 class ParamsSource:
     """A `WeightSource` over the learner's parameters.
 
-    Tensors are unstacked from the layers, cast on the device and gathered from the mesh one by one.
-    So a device holds at most two of them besides the parameters (the experts of a layer count as
-    one), and none where nothing must be cast or gathered. On a CPU the yielded arrays are the
-    device's, so the arrays that the caller keeps count as well. Do not donate the parameters before
-    iteration ends. With several processes all must iterate, in the same order.
+    Tensors are unstacked from the layers and cast on the device one by one. Each device of a single
+    process copies its own part to the host; nothing is sent between devices. With several
+    processes, tensors are gathered from the mesh first, and all must iterate, in the same order.
+    A device holds at most three tensors, or its parts of them, besides the parameters (the experts
+    of a layer count as one), and none where nothing must be cast or gathered. On a CPU the yielded
+    arrays are the device's, so the arrays that the caller keeps count as well. Do not donate the
+    parameters before iteration ends.
 
     `share` = (index, count) divides the tensors into `count` parts of about equal size and yields
     one part; the other parts are gathered on the devices, but not fetched to the host. Raises
@@ -59,8 +61,10 @@ class ParamsSource:
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         ahead: deque[tuple[ParamSpec, list[str], Any]] = deque()
-        for taken in self._take():
-            ahead.append(taken)
+        for part, names, array in self._take():
+            if names and isinstance(array, jax.Array):
+                array.copy_to_host_async()
+            ahead.append((part, names, array))
             if len(ahead) > _AHEAD:
                 yield from _fetch(*ahead.popleft())
         while ahead:
@@ -109,8 +113,9 @@ def _prepare(array: Any, part: ParamSpec, dtype: DType) -> Callable[[int], Any]:
     if on_host and array.dtype == dtype:
         host = np.asarray(array)  # a view, not a copy
         return lambda i: part.swap(host[i] if part.stacked else host)
-    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    whole = None
+    if not array.is_fully_addressable:  # then the devices of a mesh
+        whole = NamedSharding(array.sharding.mesh, PartitionSpec())
     convert = _converter(bool(part.stacked), part.transposed, dtype, whole)
     return lambda i: convert(array, i)
 

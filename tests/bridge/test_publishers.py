@@ -11,14 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from jaxrl import huggingface
-from jaxrl.bridge import manifest, payload
+from jaxrl.bridge import manifest, payload, source
 from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
+from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.traffic import collectives
 from tests.bridge.cases import (
     EXPERTS,
     FAMILIES,
@@ -47,14 +49,14 @@ def test_source_equals_the_exported_checkpoint(
     tmp_path: Path, config: DecoderConfig, wire: np.dtype
 ) -> None:
     tree = params(config, 0)
-    source = ParamsSource(tree, decoder(config).specs, dtype=wire)
-    found = {name: array.tobytes() for name, array in source}
+    tensors = ParamsSource(tree, decoder(config).specs, dtype=wire)
+    found = {name: array.tobytes() for name, array in tensors}
     assert found == exported(config, tree, tmp_path / "model", wire)
-    assert [spec.name for spec in source.specs()] == list(found)
+    assert [one.name for one in tensors.specs()] == list(found)
 
 
 @pytest.mark.parametrize("config", [QWEN3, EXPERTS, GPT_OSS])
-def test_source_gathers_from_a_mesh(config: DecoderConfig) -> None:
+def test_devices_of_a_mesh_send_nothing_to_each_other(config: DecoderConfig) -> None:
     tree, specs = params(config, 0), decoder(config).specs
     mesh = make_mesh(fsdp=4, tensor=2)
 
@@ -64,8 +66,12 @@ def test_source_gathers_from_a_mesh(config: DecoderConfig) -> None:
 
     spread = jax.tree.map(put, tree)
     whole = {name: array.tobytes() for name, array in ParamsSource(tree, specs, dtype=BF16)}
-    gathered = {name: array.tobytes() for name, array in ParamsSource(spread, specs, dtype=BF16)}
-    assert whole == gathered
+    assembled = {name: array.tobytes() for name, array in ParamsSource(spread, specs, dtype=BF16)}
+    assert whole == assembled
+    arrays = spec.flatten(spread)
+    for path, part in spec.flatten(specs).items():
+        convert = source._converter(bool(part.stacked), part.transposed, BF16, None)
+        assert collectives(convert.lower(arrays[path], 0).compile().as_text() or "") == {}
 
 
 def test_source_refuses_unexpected_parameters() -> None:
