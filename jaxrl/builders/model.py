@@ -10,7 +10,7 @@ from jaxrl import huggingface, models
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import DType
+from jaxrl.core import DType, short_name
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
 from jaxrl.sharding import Layout, place
@@ -68,7 +68,9 @@ def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: L
     kernel = choose_kernel(config, model.config, layout=layout)
     models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.precision)
     first = layout.mesh.devices.flat[0]
-    return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
+    passes = config.precision.bf16_passes if first.platform == "tpu" else 1
+    cost = f"; each product of {short_name(config.precision.compute)} is {passes} of bf16"
+    return f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}{cost * (passes > 1)}"
 
 
 def load_model(

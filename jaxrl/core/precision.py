@@ -184,6 +184,16 @@ class Precision:
         """The `precision` argument of every product."""
         return PRODUCTS[self.products if self.compute == jnp.float32 else "exact"][0]
 
+    @property
+    def bf16_passes(self) -> int:
+        """Products of bf16 operands that units for bf16 alone, such as a TPU's, compute one product
+        with; 0 for operands of f64, which they cannot compute."""
+        if self.compute == jnp.float32 and self.products != "exact":
+            return int(self.products.partition("x")[2] or 1)
+        # Two parts of bf16 hold every bit of an f16, three of an f32; of the products of two parts
+        # XLA leaves out the smallest.
+        return {"bf16": 1, "f16": 3, "f32": 6}.get(_SHORT[self.compute], 0)
+
 
 def _as_dtype(value: Any, *, role: str) -> DType:
     if isinstance(value, str):

@@ -90,21 +90,14 @@ class Products(NamedTuple):
         return f"{self.operands} operands in one pass"
 
 
-# Two parts of bf16 hold every bit of an f16, three of an f32; of the products of two parts XLA
-# leaves out the smallest.
-_EXACT_PASSES = {"bf16": 1, "f16": 3, "f32": 6}
-
-
 def products(precision: Precision, chip: Chip) -> Products | None:
     """Returns how a chip computes the learner's products; None if its data sheet does not tell."""
     operands = short_name(precision.compute)
-    if operands == "f32" and precision.products != "exact":
-        units, _, number = precision.products.partition("x")  # such as bf16x3
-        passes = int(number or 1)
-    elif operands in chip.units:
+    exact = operands != "f32" or precision.products == "exact"
+    if exact and operands in chip.units:
         units, passes = operands, 1
     else:
-        units, passes = "bf16", _EXACT_PASSES.get(operands, 0)
+        units, passes = "bf16" if exact else precision.products.split("x")[0], precision.bf16_passes
     if units not in chip.units or not passes:
         return None
     return Products(operands, units, passes, chip.units[units] / passes)
