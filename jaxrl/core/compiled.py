@@ -11,13 +11,18 @@ from typing import Any
 
 import jax
 
+from jaxrl.core.compiler_flags import compiler_flags
 from jaxrl.core.precision import SUMS, Precision
 
 
 def jit(
-    function: Callable[..., Any], *, sums: str = "any", platform: str | None = None, **options: Any
+    function: Callable[..., Any],
+    *,
+    sums: str = "any",
+    device: jax.Device | None = None,
+    **options: Any,
 ) -> Any:
-    """Compiles as `jax.jit` does, and keeps every cast.
+    """Compiles as `jax.jit` does, keeps every cast, and sets `compiler_flags`.
 
     Compile once, outermost: write a loop over steps or a sweep of states as a function that calls
     the plain one, and compile that. `jax.jit` may leave out a rounding that the policy names.
@@ -31,15 +36,16 @@ def jit(
     Args:
       function: the function to compile.
       sums: as in the dtype policy that the function computes with.
-      platform: platform of the devices to compile for; by default the platform of `jax.devices()`.
+      device: one of the devices to compile for; by default the first of `jax.devices()`.
       options: options of `jax.jit`.
 
     Returns:
       The compiled function, with the methods of `jax.jit`'s. It raises ValueError if it is called
       inside another compiled or differentiated function.
     """
-    compiler = _compiler_options(sums)
-    if (platform or jax.default_backend()) == "cpu":
+    device = jax.devices()[0] if device is None else device
+    compiler = _compiler_options(sums) | compiler_flags(device)
+    if device.platform == "cpu":
         # The pass converts the saved activations of all layers from bf16 to f32 before the loop.
         compiler["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return _outermost(function, compiler_options=compiler, **options)

@@ -18,6 +18,7 @@ from jaxrl.core.precision import PRESETS
     ],
 )
 def test_the_log_says_what_a_product_costs(precision, platform, cost, monkeypatch):
+    monkeypatch.setenv("JAXRL_COMPILER_FLAGS", "0")
     device: Any = SimpleNamespace(platform=platform, device_kind="a chip")
     mesh = SimpleNamespace(size=1, devices=SimpleNamespace(flat=[device]))
     config, model, layout = (

@@ -77,7 +77,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     function = jit(
         step.learner.step,
         sums=config.precision.sums,
-        platform=step.layout.mesh.devices.flat[0].platform,
+        device=step.layout.mesh.devices.flat[0],
         donate_argnums=0,
         keep_unused=True,  # the devices hold the whole minibatch
         out_shardings=(step.state_shardings, None),

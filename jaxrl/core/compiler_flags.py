@@ -1,0 +1,54 @@
+"""XLA's settings for accelerators, where its own defaults cost time.
+
+They are options of each program that `compiled.jit` compiles, so that nothing has to be set before
+JAX starts. A flag that LIBTPU_INIT_ARGS or XLA_FLAGS names is left to them, and
+JAXRL_COMPILER_FLAGS=0 leaves all of them out. Every name is known to the compilers that
+requirements-tpu.txt and requirements-gpu.txt pin; docs/chips.md says what each changes.
+"""
+
+import os
+from typing import Any
+
+SWITCH = "JAXRL_COMPILER_FLAGS"
+
+_TPU: dict[str, bool | int] = {
+    # Collectives run beside products: the weights of the next layer are gathered during this one.
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
+    "xla_tpu_enable_scheduler_memory_pressure_tracking": True,
+    "xla_tpu_enable_ag_backward_pipelining": True,
+    "xla_tpu_scheduler_percent_shared_memory_limit": 100,
+    "xla_latency_hiding_scheduler_rerun": 2,
+}
+_GPU: dict[str, bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+}
+# KiB of a TPU's fast memory that one kernel may use, by the name of the device.
+_VMEM = {"TPU v5 lite": 50_000, "TPU v5": 50_000, "TPU v6 lite": 98_304}
+
+
+def compiler_flags(device: Any) -> dict[str, bool | int]:
+    """Returns the flags of programs for a `jax.Device`: none on CPU."""
+    if os.environ.get(SWITCH) == "0":
+        return {}
+    flags: dict[str, bool | int] = {}
+    if device.platform == "tpu":
+        flags = dict(_TPU)
+        if (size := _VMEM.get(device.device_kind)) is not None:
+            flags["xla_tpu_scoped_vmem_limit_kib"] = size
+    elif device.platform in ("gpu", "cuda"):
+        flags = dict(_GPU)
+    given = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}"
+    named = {one.lstrip("-").partition("=")[0] for one in given.split()}
+    return {name: value for name, value in flags.items() if name not in named}
+
+
+def flags_note(device: Any) -> str | None:
+    """Describes the flags for the log; None without any."""
+    flags = compiler_flags(device)
+    if not flags:
+        return None
+    text = " ".join(f"{name}={str(value).lower()}" for name, value in flags.items())
+    return f"compiler flags ({SWITCH}=0 leaves them out): {text}"
