@@ -74,8 +74,9 @@ class Clients:
 
     def write(self, call: Callable[[Any], T]) -> T:
         """Returns `call(client)`, which sends an object; raises as `read`."""
-        found, i = self._attempt(call, "timeout", _WRITE[self._first :])
-        self._first += i
+        first = self._first
+        found, i = self._attempt(call, "timeout", _WRITE[first:])
+        self._first = first + i
         return found
 
     def once(self, call: Callable[[Any], T]) -> T:

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,26 @@ def test_a_slow_link_is_waited_for(store: WebStore, tmp_path: Path) -> None:
             timings = learner.publish(ListSource(weights(0)), version=0)
             check(slow, weights(0))
             assert timings.fetch > 2 * agent._PATIENCE
+
+
+def test_a_slow_link_is_given_its_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-out that was long enough for an object is the first for the next one."""
+    monkeypatch.setattr(clients, "_WRITE", (0.05, 0.1, 0.2))
+    limits = list[float]()
+
+    def put(client: float) -> None:
+        limits.append(client)
+        if client < 0.2:
+            time.sleep(client)
+            raise OSError("too slow")
+
+    several = clients.Clients(lambda options, _: options["timeout"].total_seconds())
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(several.write, [put] * 16))
+        assert sorted(limits) == [0.05] * 16 + [0.1] * 16 + [0.2] * 16
+        limits.clear()
+        list(pool.map(several.write, [put] * 32))
+    assert limits == [0.2] * 32
 
 
 def test_a_publish_waits_for_the_first_host(
