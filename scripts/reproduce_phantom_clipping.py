@@ -3,7 +3,7 @@
     python scripts/reproduce_phantom_clipping.py runs/phantom
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
-    python scripts/reproduce_phantom_clipping.py runs/phantom --explanations ten minutes; seed 0
+    python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
@@ -35,7 +35,6 @@ def main() -> None:
     if arguments.explanations:
         seed = arguments.seeds[0]
         print(explanations.table(explanations.compared(directory, seed=seed)))
-        print(explanations.climbed_table(explanations.climbed(directory, seed=seed)))
         return
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)
