@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.builders.layout import sampler_layout
 from jaxrl.commands.plan.resident import KVCache, ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import open_topology
@@ -46,12 +47,13 @@ def test_weights_and_cache_match_a_real_sampler(tmp_path, monkeypatch):
     step = make_step(config, open_topology("cpu:8"))
     found = resident_memory(step)
     model = decoder(dataclasses.replace(tiny.CONFIG, max_positions=256))
+    own = sampler_layout(config.sampler, step.layout, model)
     sampler = EmbeddedSampler(
-        model._replace(local=step.layout.local),
+        model._replace(local=own.local),
         jax.device_put(tiny.params(), step.layout.tree(model.specs)),
         precision=step.config.precision,
         max_batch=config.sampling.max_batch,
-        layout=step.layout,
+        layout=own,
     )
     assert found.sampler == on_one(sampler._weights.params)
     prompts = [np.arange(2, 18, dtype=np.int32), np.arange(3, 19, dtype=np.int32)]
@@ -68,8 +70,9 @@ def test_replicated_weights(tmp_path):
         counted(tmp_path, **COMPLETIONS, sampler__tensor=1),
     )
     assert whole.sampler == 2 * sum(x.size for x in jax.tree.leaves(tiny.params()))
-    assert whole.published == whole.sampler + cut.sampler  # sharded like the learner's, in transfer
-    assert whole.cache.size == 2 * cut.cache.size  # heads are not sharded
+    assert whole.published > whole.sampler  # sharded like the learner's, in transfer
+    assert whole.published - whole.sampler == cut.published - cut.sampler
+    assert whole.cache.size == cut.cache.size  # rows are sharded in place of heads
 
 
 @pytest.mark.parametrize("form", ["expanded", "sampler"])
@@ -79,6 +82,7 @@ def test_the_cache_of_latent_attention(form, tmp_path):
     content = convert.to_hf_config(tiny.DEEPSEEK, dtype="float32")
     (directory / "config.json").write_text(json.dumps(content))
     changes = {"model__path": str(directory), "precision": f"bf16_master,latent={form}"}
+    changes |= {"sampler__tensor": 2, "sampler__expert": 1}
     cache = counted(tmp_path, **COMPLETIONS, **changes).cache
     numbers = 4 // 2 * (tiny.DEEPSEEK.head_dim + latent.value_dim)  # heads over two devices
     if form == "sampler":
@@ -114,17 +118,19 @@ def test_models_beside_the_policy(tmp_path):
         json.dumps(convert.to_hf_config(sizes, dtype="float32"))
     )
 
-    def count(config) -> float:
+    def count(config, parts=8) -> float:
         """Counts parameters on one of 8 devices: norms and a scorer's head are sharded less."""
         return sum(
-            math.prod(one.shape) / (1 if "norm" in one.axes else 4 if path == "score" else 8)
+            math.prod(one.shape) / (1 if "norm" in one.axes else 4 if path == "score" else parts)
             for path, one in spec.flatten(decoder(config).specs).items()
         )
 
     policy, critic = count(tiny.CONFIG), count(dataclasses.replace(tiny.CONFIG, scored=True))
     both = {"precision": "bf16_master", "reward__kl": "0.1", "reward__model": str(reward_model)}
     found = counted(tmp_path, loss__name="ppo", **both)
-    assert found.reference == found.sampler == found.published == 2 * policy
+    own = 2 * count(tiny.CONFIG, parts=2)  # by the model's two heads of keys
+    assert (found.reference, found.sampler) == (2 * policy, own)
+    assert found.published == own + 2 * policy
     assert found.reward_model == 2 * count(sizes)
     assert found.critic == pytest.approx(3 * 4 * critic, abs=64)
     assert found.state == pytest.approx(3 * 4 * policy, abs=64)
@@ -134,4 +140,4 @@ def test_models_beside_the_policy(tmp_path):
     adapters = counted(tmp_path, lora__rank="8", lora__targets='["q_proj"]', **both)
     # Layers, rank, in and out; A is sharded over fsdp = 4 only, B over tensor.
     assert adapters.reference == 2 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
-    assert adapters.published == 2 * adapters.sampler == 4 * policy
+    assert (adapters.sampler, adapters.published) == (own, own + 2 * policy)
