@@ -128,7 +128,7 @@ def host(model: Path, *, store: int | None, log: Path) -> Iterator[Host]:
     """Runs a host whose agent reaches the store at a port; without a store it has no links."""
     port = free_port("127.0.0.1", 0)
     command = [*COMMAND, "serve", str(model), "--dtype", "f32", "--port", str(port)]
-    command += ["--max_model_len", "64", "--kv_cache_bytes", str(256 << 20)]
+    command += ["--max_model_len", "64", "--kv_cache_bytes", str(64 << 20)]
     environment = os.environ | {"JAXRL_API_KEY": KEY, "JAXRL_LEASE": str(LEASE)} | _ONE_THREAD
     with ExitStack() as stack:
         links = dict[str, Link]()

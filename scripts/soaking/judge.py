@@ -13,8 +13,9 @@ from experiments.runs import Entries, markdown, rollouts
 from jaxrl.tracking.tracker import read_metrics
 
 _PARTS = ("trained", "stale", "zero_variance", "waiting")
-_LONG = 60.0  # seconds; a process that lived shorter is not judged
-_GROWTH, _MORE = 1.1, 8  # of memory, of descriptors: from the first to the last third
+_SHOWN, _LONG = 60.0, 600.0  # seconds; processes that lived shorter are not shown, not judged
+# Of memory, MB of memory beside, of descriptors: from the second to the last third.
+_GROWTH, _BESIDE, _MORE = 1.1, 64.0, 8
 
 
 def steps(run_dir: Path, *, staleness: int) -> list[str]:
@@ -78,7 +79,10 @@ class Usage:
         what grew."""
         rows, wrong = list[dict[str, str]](), list[str]()
         for role in sorted({role for role, _ in self._seen}):
-            found = [s for (of, _), s in self._seen.items() if of == role and _lived(s) >= _LONG]
+            found = [s for (of, _), s in self._seen.items() if of == role and _lived(s) >= _SHOWN]
+            if not found:
+                continue
+            found = [s for s in found if _lived(s) >= _LONG] or found
             worst = max(found, key=lambda samples: _ends(samples, 0)[1] - _ends(samples, 0)[0])
             memory, descriptors = _ends(worst, 0), max((_ends(s, 1) for s in found), key=_grown)
             rows.append(
@@ -90,7 +94,9 @@ class Usage:
                     "descriptors": "{:.0f} -> {:.0f}".format(*descriptors),
                 }
             )
-            if memory[1] > memory[0] * _GROWTH:
+            if max(map(_lived, found)) < _LONG:
+                continue
+            if memory[1] > memory[0] * _GROWTH + _BESIDE:
                 wrong.append(f"{role}: memory grew from {memory[0]:.0f} to {memory[1]:.0f} MB")
             if _grown(descriptors) > _MORE:
                 wrong.append(f"{role}: descriptors grew from {descriptors[0]} to {descriptors[1]}")

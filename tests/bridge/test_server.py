@@ -261,9 +261,14 @@ def test_an_update_without_a_pause_is_atomic(server: LocalServer, tmp_path: Path
     """Stock vLLM's own update crashes here, because a step runs on a half-loaded model."""
     unpaused = control(server)
     call = unpaused._call
-    unpaused._call = lambda method, path, body=None: (
-        None if path.startswith(("/pause", "/resume")) else call(method, path, body)
-    )
+
+    def resume_at_once(method: str, path: str, body: Any = None) -> Any:
+        answer = call(method, path, body)
+        if path.startswith("/pause"):
+            call("POST", "/resume")
+        return answer
+
+    unpaused._call = resume_at_once
     with (
         SharedMemoryPublisher([unpaused], wire=F32, sampler=F32) as publisher,
         ThreadPoolExecutor() as pool,
