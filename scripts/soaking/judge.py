@@ -88,7 +88,7 @@ class Usage:
             rows.append(
                 {
                     "process": role,
-                    "lived a minute": str(len(found)),
+                    "processes": str(len(found)),
                     "longest": f"{max(map(_lived, found)) / 60:.0f} min",
                     "memory": "{:.0f} -> {:.0f} MB".format(*memory),
                     "descriptors": "{:.0f} -> {:.0f}".format(*descriptors),

@@ -1,4 +1,4 @@
-"""What the model of the protocol has found, as plain tests."""
+"""Orders of events that were once wrong, on the simulation of the model."""
 
 from collections.abc import Iterator
 
