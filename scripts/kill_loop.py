@@ -1,12 +1,15 @@
 """Kills a run with SIGKILL at random moments, resumes it, and compares it with an undisturbed one.
 
-    python scripts/kill_loop.py runs/kills [--kills 100] [--steps 40] [--seed 0]
+    python scripts/kill_loop.py runs/kills [--kills 100] [--steps 40] [--seed 0] [--adapters]
 
-Needs no model and no server. A run that finishes is compared, and another one begins until the
-number of kills is reached. Every file that does not hold times must be the same, bit for bit:
+Needs no model, and vLLM only with --adapters: the run then publishes adapters alone to two servers,
+and one kill in four hits a server. A run that finishes is compared, and another one begins until
+the number of kills is reached. Every file that does not hold times must be the same, bit for bit:
 parameters and optimizer state, the exported model, metrics, samples. Exits with status 1 otherwise.
 """
 
+import argparse
+import json
 import random
 import shutil
 import signal
@@ -14,10 +17,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import small_run
 from experiments.runs import plain_parser
+from experiments.served import healthy, kill_server, servers
 
 
 def main() -> int:
@@ -26,20 +31,37 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--adapters", action="store_true")
     options = parser.parse_args()
-    material, undisturbed = options.directory / "material", options.directory / "undisturbed"
-    small_run.write_material(material)
+    material = options.directory / "material"
+    if not options.adapters:
+        small_run.write_material(material)
+        return loop(options, material, ports=[])
+    small_run.write_material(material, head_dim=32)  # vLLM on CPU has no smaller heads
+    settings = {"log": options.directory / "vllm.log", "max_model_len": 32, "max_lora_rank": 8}
+    with servers(material / "model", **settings) as ports:
+        return loop(options, material, ports=ports)
+
+
+def loop(options: argparse.Namespace, material: Path, *, ports: Sequence[int]) -> int:
+    """Disturbs runs until the number of kills is reached; returns the exit status."""
+    keys = {}
+    if ports:
+        keys = {"sampler.name": "vllm", "lora.rank": "4", "lora.publish": "adapters"}
+        keys["sampler.url"] = json.dumps([f"http://127.0.0.1:{port}" for port in ports])
+        keys["sampler.timeout"] = "60"
+    undisturbed = options.directory / "undisturbed"
     shutil.rmtree(undisturbed, ignore_errors=True)
     begun = time.monotonic()
-    command = small_run.command(material, undisturbed, steps=options.steps)
+    command = small_run.command(material, undisturbed, steps=options.steps, further=keys)
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     longest = time.monotonic() - begun
     chance, killed, finished, status = random.Random(options.seed), Counter[str](), 0, 0
     while (left := options.kills - killed.total()) > 0:
         run_dir = options.directory / f"killed_{finished}"
         shutil.rmtree(run_dir, ignore_errors=True)
-        command = small_run.command(material, run_dir, steps=options.steps)
-        killed += disturb(command, run_dir, chance=chance, longest=longest, kills=left)
+        command = small_run.command(material, run_dir, steps=options.steps, further=keys)
+        killed += disturb(command, run_dir, chance=chance, longest=longest, kills=left, ports=ports)
         finished += 1
         different = small_run.differences(run_dir, undisturbed)
         if small_run.kept(run_dir) != small_run.kept(undisturbed):
@@ -54,7 +76,13 @@ def main() -> int:
 
 
 def disturb(
-    command: list[str], run_dir: Path, *, chance: random.Random, longest: float, kills: int
+    command: list[str],
+    run_dir: Path,
+    *,
+    chance: random.Random,
+    longest: float,
+    kills: int,
+    ports: Sequence[int],
 ) -> Counter[str]:
     """Runs a command to its end, after up to `kills` kills; counts the kills by the activity that
     they interrupted.
@@ -68,11 +96,18 @@ def disturb(
         with log.open("ab") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
-            if killed.total() < kills:
+            while killed.total() < kills and process.poll() is None:
                 _wait(process, run_dir, before=before, chance=chance, longest=longest)
-                if process.poll() is None:
-                    killed[_activity(run_dir, before=before)] += 1
-                    process.send_signal(signal.SIGKILL)
+                if process.poll() is not None:
+                    break
+                # One server must survive, otherwise the run ends with an error.
+                if ports and chance.random() < 0.25 and all(map(healthy, ports)):
+                    killed["server"] += kill_server(chance.choice(ports))
+                    before = _saved(run_dir)
+                    continue
+                killed[_activity(run_dir, before=before)] += 1
+                process.send_signal(signal.SIGKILL)
+                break
             if process.wait() == 0:
                 return killed
         finally:

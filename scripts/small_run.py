@@ -24,14 +24,15 @@ _REWARD = """
 def digits(completion, example):
     return sum(c.isdigit() for c in completion) // 3 / 3
 """
-_TIMED = ("time", "tokens_per_second")  # beginnings of metrics that differ between equal runs
+# Beginnings of metrics that differ between equal runs.
+_TIMED = ("time", "tokens_per_second", "sampler/servers")
 
 
-def write_material(directory: Path) -> None:
-    """Writes the model, prompts and a reward."""
-    make_arithmetic.write_model(directory / "model", make_arithmetic.TINY, seed=0)
-    sizes = {"sft": 1, "train": 64, "held_out": 8}
-    make_arithmetic.write_texts(directory, sizes, rng=random.Random(0))
+def write_material(directory: Path, **sizes: int) -> None:
+    """Writes the model, prompts and a reward; `sizes` are other than the tiny model's."""
+    make_arithmetic.write_model(directory / "model", make_arithmetic.TINY | sizes, seed=0)
+    numbers = {"sft": 1, "train": 64, "held_out": 8}
+    make_arithmetic.write_texts(directory, numbers, rng=random.Random(0))
     (directory / "reward.py").write_text(_REWARD)
 
 
@@ -60,9 +61,11 @@ def overrides(material: Path, run_dir: Path, *, steps: int) -> Mapping[str, str]
     }
 
 
-def command(material: Path, run_dir: Path, *, steps: int) -> list[str]:
-    """Returns the command that starts the run or resumes it."""
-    keys = overrides(material, run_dir, steps=steps)
+def command(
+    material: Path, run_dir: Path, *, steps: int, further: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns the command that starts the run or resumes it, with further keys."""
+    keys = {**overrides(material, run_dir, steps=steps), **(further or {})}
     options = [f"--{key}={value}" for key, value in keys.items()]
     return [sys.executable, "-m", "jaxrl.cli", "train", *options]
 

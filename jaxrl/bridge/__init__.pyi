@@ -1,6 +1,7 @@
 from .adapters import (
     AdapterPublisher as AdapterPublisher,
     Delivery as Delivery,
+    PublishBase as PublishBase,
     in_place as in_place,
 )
 from .base import (
@@ -32,6 +33,7 @@ from .servers.launch import (
     free_port as free_port,
     is_loopback as is_loopback,
 )
+from .servers.stock import StockServer as StockServer
 from .shared_memory import SharedMemoryPublisher as SharedMemoryPublisher
 from .source import ParamsSource as ParamsSource
 from .store.objects import (

@@ -1,14 +1,16 @@
 """Builds the sampler that a config names, with the weight sync from the learner to it."""
 
+import functools
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxrl.bridge import VllmServer, given_key, headers, known_key
+from jaxrl.bridge import StockServer, VllmServer, given_key, headers, known_key
 from jaxrl.builders import servers
 from jaxrl.builders.layout import sampler_layout
+from jaxrl.builders.stock_servers import all_stock, make_base_check
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
@@ -29,6 +31,7 @@ from jaxrl.sampling import (
     NullSampler,
     OneAtATime,
     Sampler,
+    StockSampler,
     VllmSampler,
 )
 from jaxrl.sharding import Layout, collectives
@@ -70,7 +73,8 @@ def open_sampler(
 
     Raises:
       ValueError, FileNotFoundError, ServerFailedError: as `starting_server`.
-      RefusedError: if a server computes in another dtype than `precision` says.
+      RefusedError: if a server computes in another dtype than `precision` says, or one without
+        jaxrl's engine has another base model.
     """
     hosts = hosts or Hosts()
     if config.name == "embedded":
@@ -90,14 +94,14 @@ def open_sampler(
         follow(weights.params, version=weights.version)
         yield Serving(NullSampler(), follow)
         return
-    with _open_client(sync, needs=needs, directory=directory, note=note) as serving:
+    with _open_client(sync, needs=needs, directory=directory, note=note, layout=layout) as serving:
         serving.publish(weights.params, version=weights.version)
         yield serving
 
 
 @contextmanager
 def _open_client(
-    sync: Sync, *, needs: SamplerNeeds, directory: Path, note: Callable[[str], None]
+    sync: Sync, *, needs: SamplerNeeds, directory: Path, note: Callable[[str], None], layout: Layout
 ) -> Iterator[Serving]:
     """Opens a client of the config's servers, or of one that is started here."""
     config, weights = sync.config, sync.weights
@@ -121,8 +125,9 @@ def _open_client(
                 api_key=key,
             )
             urls = (stack.enter_context(starting).wait().url,)
-        client = VllmSampler(
-            urls,
+        named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
+        stock = bool(config.url) and all_stock(named, adapters=needs.adapters is not None)
+        settings: dict[str, Any] = dict(
             max_positions=limit,
             vocab_size=weights.model.config.vocab_size,
             max_requests=config.max_requests,
@@ -130,11 +135,19 @@ def _open_client(
             headers=headers(key),
             routed_layers=weights.model.config.routed_layers if needs.record_experts else 0,
         )
+        client, check = (StockSampler if stock else VllmSampler)(urls, **settings), None
         stack.callback(client.close)
-        named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
-        send = stack.enter_context(open_send(sync, named, adapters=needs.adapters))
+        if stock:
+            named = [StockServer(url, timeout=config.timeout, api_key=key) for url in urls]
+            connect = functools.partial(StockSampler, **settings)
+            check = make_base_check(weights, layout=layout, client=connect)
+            note(
+                f"{', '.join(urls)}: without jaxrl's engine, so the base model is compared by "
+                "log-probs; requests have no seed, and nothing is scored (probe.replay)"
+            )
+        send = stack.enter_context(open_send(sync, named, adapters=needs.adapters, check=check))
         publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
-        yield Serving(client, publish, client.score)
+        yield Serving(client, publish, None if stock else client.score)
 
 
 def _embedded(

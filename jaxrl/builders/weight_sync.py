@@ -18,15 +18,17 @@ from jaxrl.bridge import (
     LearnerIdentity,
     OwnedDirectory,
     ParamsSource,
+    PublishBase,
     SharedMemoryPublisher,
     Store,
     StoreFollower,
     StorePublisher,
     Timings,
+    UnavailableError,
     Upload,
     VllmServer,
-    WeightSource,
     bring,
+    directory_of,
     in_place,
     known_key,
     new_learner,
@@ -113,49 +115,83 @@ servers have the parameters."""
 
 @contextmanager
 def open_send(
-    sync: Sync, servers: Sequence[VllmServer], *, adapters: Adapters | None
+    sync: Sync,
+    servers: Sequence[VllmServer],
+    *,
+    adapters: Adapters | None,
+    check: PublishBase | None = None,
 ) -> Iterator[Send]:
     """Yields the function that sends whole weights, or the adapters alone, to the servers. After
-    the block other learners may connect. Processes other than 0 use `follower`."""
-    config, weights = sync.config, sync.weights
-    wire = weights.precision.wire
+    the block other learners may connect. Processes other than 0 use `follower`.
+
+    `check` is given for servers without jaxrl's engine, in place of publishing their base.
+
+    Raises:
+      ValueError: if such servers cannot read the store.
+    """
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.disconnect)
-        if adapters is None:
-            publisher = stack.enter_context(sync.publisher(servers))
-
-            def send(params: Any, *, version: int) -> tuple[None, Timings]:
-                return None, publisher.publish(sync.source(params), version=version)
-
-            yield send
+        if adapters is not None:
+            opened = _open_adapters(sync, servers, adapters=adapters, check=check)
+            yield stack.enter_context(opened).publish
             return
+        publisher = stack.enter_context(sync.publisher(servers))
 
-        def publish_base(servers: Sequence[VllmServer], source: WeightSource, version: int) -> None:
-            # The base is published once in a run, so its publisher is not kept open.
-            with sync.publisher(servers) as publisher:
-                publisher.publish(source, version=version)
+        def send(params: Any, *, version: int) -> tuple[None, Timings]:
+            return None, publisher.publish(sync.source(params), version=version)
 
-        owned = stack.enter_context(OwnedDirectory(MEMORY))
+        yield send
+
+
+@contextmanager
+def _open_adapters(
+    sync: Sync, servers: Sequence[VllmServer], *, adapters: Adapters, check: PublishBase | None
+) -> Iterator[AdapterPublisher]:
+    """Opens a publisher of adapters; arguments and errors as in `open_send`."""
+    wire = sync.weights.precision.wire
+    parent, store = MEMORY, None
+    if sync.config.store is not None:
+        store = Store(sync.config.store, known_key())
+    if store is not None and check is not None:
+        store.make()
+        parent = directory_of(store.url)
+        if parent is None:
+            raise ValueError(
+                f"sampler.store = {store.url!r}: servers without jaxrl's engine read adapters from "
+                "a directory; give one that they have under the same path, file://..."
+            )
+
+    def publish_base(servers: Sequence[VllmServer], base: Params, version: int) -> None:
+        # The base is published once in a run, so its publisher is not kept open.
+        with sync.publisher(servers) as publisher:
+            publisher.publish(
+                ParamsSource(base, adapters.specs.frozen, dtype=wire), version=version
+            )
+
+    with ExitStack() as stack:
+        owned = stack.enter_context(OwnedDirectory(parent))
         delivery = in_place(owned.path)
-        if config.store is not None:
+        if store is not None and check is None:
             upload = Upload(
-                Store(config.store, known_key()),
+                store,
                 learner=sync.learner,
                 group="adapters",
                 slots=adapters.keep + 1,  # the next one is loaded before the oldest goes
             )
             stack.callback(upload.close)
             delivery = through_store(upload, owned.path, word=wire.itemsize)
-        yield AdapterPublisher(
+        publisher = AdapterPublisher(
             servers,
             delivery,
             specs=adapters.specs,
-            base=str(weights.checkpoint.directory),
+            base=str(sync.weights.checkpoint.directory),
             wire=wire,
-            publish_base=publish_base,
+            publish_base=check or publish_base,
+            learner=sync.learner,
             keep=adapters.keep,
-        ).publish
+        )
+        yield stack.enter_context(publisher)
 
 
 def follower(sync: Sync) -> Publish:
@@ -180,12 +216,24 @@ def follower(sync: Sync) -> Publish:
 
 
 def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
-    """Returns the delivery through a store of directories below a root."""
+    """Returns the delivery through a store of directories below a root. Versions before the last
+    come from what a host still has."""
+    last = 0
 
     def send(directory: Path, version: int) -> Callable[[VllmServer], PurePath]:
+        nonlocal last
         files = {path.name: np.fromfile(path, np.uint8) for path in directory.iterdir()}
         request = upload.write(files, number=version, word=word)
-        return lambda server: bring(server, upload, request)
+        last = version
+
+        def place(server: VllmServer) -> PurePath:
+            if version == last:
+                return bring(server, upload, request)
+            if (found := server.fetch(request)) is None:
+                raise UnavailableError(f"{server.url}: its host no longer has version {version}")
+            return found
+
+        return place
 
     return Delivery(root, send)
 

@@ -17,3 +17,4 @@ from .vllm.router import (
     UnpublishedWeightsError as UnpublishedWeightsError,
 )
 from .vllm.sampler import VllmSampler as VllmSampler
+from .vllm.stock import StockSampler as StockSampler

@@ -310,6 +310,28 @@ def test_failed_load_poisons_until_a_complete_one(serving: Serving) -> None:
     assert serving.engine.generate(PROMPTS) == serving.outputs
 
 
+def test_workers_go_on_together_or_not_at_all(serving: Serving) -> None:
+    """A worker that goes on alone would mix its half of the weights with the others' old one."""
+    serving.engine.call("fails_elsewhere", call=0, text="Too many open files")
+    with pytest.raises(RefusedError, match="another worker of the server: Too many open files"):
+        serving.update()
+    assert serving.engine.generate(PROMPTS) == serving.outputs
+    serving.engine.call("fails_elsewhere", call=1, text="the memory went away")
+    with pytest.raises(PoisonedError, match="another worker of the server: the memory went away"):
+        serving.update()
+    assert serving.engine.call("version") == "5"
+    serving.update()
+    assert serving.engine.call("version") == "6"
+
+
+@pytest.mark.parametrize("failing", [[1, 1, 1], [0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0]])
+def test_all_workers_answers_are_read(engine: ChildEngine, failing: list[int]) -> None:
+    """Else they count as answers to the next call."""
+    error, left = engine.call("unread_answers", failing=failing)
+    assert left == 0
+    assert (f"worker {failing.index(1)}" in error) if any(failing) else not error
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["being written", "written again"])
 def test_payload_changed_during_load_poisons(serving: Serving, again: bool) -> None:
     """The writer removes the manifest first, so what was loaded may be of two versions."""

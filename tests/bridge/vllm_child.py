@@ -91,6 +91,52 @@ class Engine:
 
         self._after(tensors, remove)
 
+    def fails_elsewhere(self, call: int, text: str) -> None:
+        """Makes another worker report an error, at its check (0) or at its load (1)."""
+        from jaxrl.bridge.in_vllm import engine
+
+        calls = iter(range(call + 1))
+
+        def in_others(own: str) -> str:
+            if next(calls) < call:
+                return own
+            engine._in_others = whole
+            return own or text
+
+        whole, engine._in_others = engine._in_others, in_others
+
+    def unread_answers(self, failing: list[bool]) -> list:
+        """Calls workers, some of which fail, through vLLM's executor; returns (the error, the
+        number of answers that it left unread)."""
+        from collections import deque
+
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+        from jaxrl.bridge.in_vllm import plugin
+
+        plugin.register()
+        status = WorkerProc.ResponseStatus
+
+        class Queue(deque):
+            def enqueue(self, call):
+                for i, (queue, fails) in enumerate(zip(queues, failing, strict=True)):
+                    queue.append((status.FAILURE if fails else status.SUCCESS, f"worker {i}"))
+
+            def dequeue(self, timeout=None):
+                return self.popleft()
+
+        queues = [Queue() for _ in failing]
+        executor = MultiprocExecutor.__new__(MultiprocExecutor)
+        executor.is_failed, executor.futures_queue = False, deque()
+        executor.rpc_broadcast_mq, executor.response_mqs = Queue(), queues
+        error = ""
+        try:
+            executor.collective_rpc("a_method")
+        except RuntimeError as raised:
+            error = str(raised)
+        assert executor.response_mqs is queues
+        return [error, sum(map(len, queues))]
+
     def _after(self, tensors: int, act) -> None:
         network = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         whole = network.load_weights

@@ -2,7 +2,8 @@
 
 `plugin` registers it for `--weight-transfer-config '{"backend": "jaxrl"}'`. One call of
 `update_weights` checks the whole manifest, then opens, loads and closes the model. So no forward
-pass sees a half-loaded model, paused or not, and a refused payload changes nothing.
+pass sees a half-loaded model, paused or not, and a refused payload changes nothing. The workers of
+a server that is cut over devices, each with an engine, go on together or not at all.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -92,7 +94,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         server reports log-probs before the temperature, the root is not a directory, or the model
         was not loaded from a local safetensors checkpoint.
         """
-        with _refusing("connecting"):
+        with _refusing("connecting"), _together():
             learner = manifest.parse_learner(init_info.learner)
             self._ownership.check(learner)
             root = self._checked_root(init_info)
@@ -133,15 +135,16 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             load, so that the weights may be mixed. Also if the payload is refused and an earlier
             publish has left weights without a version.
         """
-        with self._unchanged(f"version {_shown(update_info.version)}"):
+        with self._unchanged(f"version {_shown(update_info.version)}"), _together():
             directory = self._directory(update_info)
             generation = manifest.generation(directory)
             tensors = self._checked(directory, update_info.version)
         self._loaded, self._unnamed = False, True
         try:
-            self._load(tensors)
-            if manifest.generation(directory) != generation:
-                raise ManifestError(f"{directory} was written to during the load")
+            with _together():
+                self._load(tensors)
+                if manifest.generation(directory) != generation:
+                    raise ManifestError(f"{directory} was written to during the load")
         except Exception as error:
             raise RuntimeError(
                 f"{POISONED} loading version {update_info.version} failed halfway: {_shown(error)}"
@@ -243,6 +246,32 @@ def _opened(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[None]
         raise
     finally:
         finalize_layerwise_reload(model, model_config)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Raises ValueError if the block fails in another worker of the server: a worker that goes on
+    alone would mix its weights with the others' old ones."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    others = _in_others("" if error is None else str(error) or repr(error))
+    if error is not None:
+        raise error
+    if others:
+        raise ValueError(f"another worker of the server: {others}")
+
+
+def _in_others(text: str) -> str:
+    """Returns the first text that is not empty of all workers that hold a part of the model."""
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            found = [""] * group.world_size
+            torch.distributed.all_gather_object(found, text, group=group.cpu_group)
+            text = next(filter(None, found), "")
+    return text
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """Entry point that vLLM loads in each of its processes."""
 
 import contextlib
+import functools
 import time
+from typing import Any
 
 BACKEND = "jaxrl"
+_LAGGARD = 60.0  # seconds for a worker that is slower than the one that failed
 _NAP = 1e-4  # seconds; a step of the smallest model takes twenty times as long
 
 
@@ -18,6 +21,7 @@ def register() -> None:
         )
     if current_platform.is_cpu():
         _nap_while_waiting()
+    _read_all_answers()
 
 
 def _nap_while_waiting() -> None:
@@ -28,3 +32,45 @@ def _nap_while_waiting() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(_NAP)
+
+
+def _read_all_answers() -> None:
+    """Makes vLLM read the answers of all workers to a call that fails in one.
+
+    It would stop at the first failure, and take the answers left unread for those to the next call:
+    after a refusal, the next publish would be refused for the same reason.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    call: Any = MultiprocExecutor.collective_rpc
+    if hasattr(call, "__wrapped__"):  # vLLM may load a plugin twice
+        return
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        queues = self.response_mqs
+        noted = [_Noted(queue) for queue in queues]
+        self.response_mqs = noted
+        try:
+            return call(self, *args, **kwargs)
+        except RuntimeError:
+            if any(one.read for one in noted) and kwargs.get("unique_reply_rank") is None:
+                for one in noted:
+                    with contextlib.suppress(TimeoutError):
+                        one.read or one.dequeue(timeout=_LAGGARD)
+            raise
+        finally:
+            self.response_mqs = queues
+
+    MultiprocExecutor.collective_rpc = collective_rpc
+
+
+class _Noted:
+    """A queue that notes whether it was read."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue, self.read = queue, False
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        self.read = True
+        return self._queue.dequeue(timeout=timeout)

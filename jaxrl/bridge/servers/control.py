@@ -37,6 +37,8 @@ _CONNECT_TIMEOUT = 10.0  # seconds; the kernel accepts connections, however busy
 # take its time to answer.
 _KEEP_ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
+_CONNECT = "/init_weight_transfer_engine"
+_NO_ROUTE, _NO_ENGINE = f"{_CONNECT}: 404 ", "Weight transfer not configured"
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
@@ -60,7 +62,11 @@ class VllmServer:
       connected: True if its last operation succeeded; otherwise `update` connects it again.
       last_error: message of its last failure.
       version: the version of its vLLM; "" before it is connected.
+      shared: True if it may have adapters of several learners.
     """
+
+    shared = False
+    _advice = "to take adapters of rank N, start the server with jaxrl serve --max_lora_rank N"
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
         """Makes the client without connecting; raises ValueError unless `url` begins with http://.
@@ -116,6 +122,22 @@ class VllmServer:
             f"{self.url} runs vLLM {self.version}, which jaxrl is not tested with (tested: "
             f"{', '.join(_TRIED)}); continuing"
         )
+
+    def is_stock(self) -> bool | None:
+        """Tells whether the server has no engine that takes weights; None if it does not answer.
+
+        jaxrl's engine refuses an empty announcement; any other vLLM does not know the route, or
+        says that it has no engine.
+        """
+        try:
+            self._call("POST", _CONNECT, {"init_info": {}}, timeout=_PROBE_TIMEOUT)
+        except _UnreachableError:
+            return None
+        except RefusedError:
+            return False
+        except ControlError as error:
+            return _NO_ROUTE in str(error) or _NO_ENGINE in str(error)
+        return False
 
     def fail(self, error: Exception) -> None:
         """Records that the server missed a version: it counts as not connected, so that nothing is
@@ -195,10 +217,7 @@ class VllmServer:
             except _UnreachableError:
                 raise
             except ControlError as error:
-                raise RefusedError(
-                    f"{error}; to take adapters of rank N, start the server with jaxrl serve "
-                    "--max_lora_rank N"
-                ) from None
+                raise RefusedError(f"{error}; {self._advice}") from None
 
     def unload_adapter(self, name: str) -> None:
         """Unloads the adapter; does nothing if the server does not know it or does not answer."""
@@ -220,7 +239,17 @@ class VllmServer:
 
     def max_model_len(self) -> int:
         """Returns the longest sequence that the server takes, in tokens."""
-        return self._call("GET", "/v1/models")["data"][0]["max_model_len"]
+        return self.models()[0]["max_model_len"]
+
+    def models(self, *, quickly: bool = False) -> list[dict[str, Any]]:
+        """Lists the base model and the adapters as vLLM does: an adapter names its `parent`."""
+        return self._call("GET", "/v1/models", timeout=_PROBE_TIMEOUT if quickly else None)["data"]
+
+    def adapter_names(self, prefix: str) -> list[str]:
+        """Lists the loaded adapters whose names begin with a prefix; raises UnavailableError if the
+        server does not answer."""
+        with self._tracked():
+            return [one["id"] for one in self.models() if one["id"].startswith(prefix)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids, by the server's tokenizer."""
@@ -256,8 +285,11 @@ class VllmServer:
 
     def _connect(self) -> None:
         self.connected = self._admitted = False
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
+        self._call("POST", _CONNECT, {"init_info": self._init_info})
         self.connected = self._admitted = True
+        self._read_version()
+
+    def _read_version(self) -> None:
         with contextlib.suppress(ControlError):
             self.version = str((self._call("GET", "/version") or {}).get("version", ""))
 

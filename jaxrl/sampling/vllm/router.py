@@ -23,7 +23,8 @@ import httpx2
 
 from jaxrl.sampling.base import ClosedError
 
-_PATH = "/inference/v1/generate"
+GENERATE = "/inference/v1/generate"
+"""The only route that reports which weights sampled each token."""
 _ATTEMPTS, _FIRST_WAIT = 4, 0.5  # three retries, after 0.5, 1 and 2 seconds
 # In vLLM 0.33's status 503 during a weight sync that drains or aborts requests; 0.32 queues them.
 _PAUSED, _PAUSE_WAIT = "Generation is paused", 0.05
@@ -73,6 +74,7 @@ class Router:
         read: Callable[[str], T],
         about: str,
         keys: Sequence[Hashable] = (),
+        path: str = GENERATE,
     ) -> T:
         """Posts a request for tokens and returns `read` of the response's text; queues and retries.
 
@@ -88,7 +90,7 @@ class Router:
         patience = time.monotonic() + self._timeout
         while True:
             with self._server(keys, failed) as url:
-                status, text = self._exchange(url, content)
+                status, text = self._exchange(url, path, content)
                 if status == 200:
                     try:
                         return read(text)
@@ -130,7 +132,7 @@ class Router:
         for client in self._clients.values():
             client.close()
 
-    def _exchange(self, url: str, content: str) -> tuple[int, str]:
+    def _exchange(self, url: str, path: str, content: str) -> tuple[int, str]:
         """Returns the status and text of a server's response; 0 and the error without one.
 
         A request whose connection breaks is sent once more: a healthy server may close an idle
@@ -138,7 +140,7 @@ class Router:
         """
         note = functools.partial(self._note, url)
         send = functools.partial(
-            self._clients[url].post, _PATH, content=content, extensions={"trace": note}
+            self._clients[url].post, path, content=content, extensions={"trace": note}
         )
         try:
             try:

@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
 from jaxrl.sampling.vllm.logprobs import VllmScorer, valid_logprob
-from jaxrl.sampling.vllm.router import SamplerError, UnpublishedWeightsError
+from jaxrl.sampling.vllm.router import GENERATE, SamplerError, UnpublishedWeightsError
 
 
-class _Served(NamedTuple):
+class Served(NamedTuple):
     """A published version of the servers' weights, or of an adapter to them."""
 
     version: int
@@ -38,12 +38,12 @@ class _Partial(NamedTuple):
     experts: np.ndarray | None = None
 
 
-class _HttpRequest(NamedTuple):
+class HttpRequest(NamedTuple):
     """One HTTP request: for completions of turns with equal contexts, or to continue one."""
 
     turns: Sequence[Turn]
     seed: int
-    served: _Served
+    served: Served
     params: SamplingParams
     partial: _Partial = _Partial([], [], [])
 
@@ -78,7 +78,7 @@ class VllmSampler(VllmScorer, Sampler):
             headers=headers,
         )
         self._routed_layers = routed_layers
-        self._served = _Served(0)
+        self._served = Served(0)
 
     @property
     def version(self) -> int:
@@ -93,7 +93,7 @@ class VllmSampler(VllmScorer, Sampler):
 
         If a session is given, weights published by another session's learner are refused."""
         self._router.use(urls)
-        self._served = _Served(version, adapter, session)
+        self._served = Served(version, adapter, session)
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`. Consecutive turns with the same context are one request.
@@ -112,10 +112,10 @@ class VllmSampler(VllmScorer, Sampler):
         served = self._served
         most = max((turn.prompt_index for turn in turns), default=-1) + 1
         seeds = np.random.SeedSequence(params.seed).generate_state(most, np.uint64) >> 2
-        requests = [_HttpRequest(g, int(seeds[g[0].prompt_index]), served, params) for g in groups]
+        requests = [HttpRequest(g, int(seeds[g[0].prompt_index]), served, params) for g in groups]
         return self._completions(requests)
 
-    def _completions(self, requests: Sequence[_HttpRequest]) -> Iterator[Completion]:
+    def _completions(self, requests: Sequence[HttpRequest]) -> Iterator[Completion]:
         futures = [self._pool.submit(self._complete, one) for one in requests]
         try:
             for future in as_completed(futures):
@@ -124,7 +124,7 @@ class VllmSampler(VllmScorer, Sampler):
             for future in futures:
                 future.cancel()
 
-    def _complete(self, request: _HttpRequest) -> list[Completion]:
+    def _complete(self, request: HttpRequest) -> list[Completion]:
         """Returns the completions of one request, continuing those that a publish aborted."""
         done: list[Completion] = []
         todo = [request]
@@ -144,16 +144,39 @@ class VllmSampler(VllmScorer, Sampler):
                     done.append(_completion(turn, partial, reason=reason, end=end))
         return done
 
-    def _generate(self, request: _HttpRequest) -> list[dict[str, Any]]:
+    def _generate(self, request: HttpRequest) -> list[dict[str, Any]]:
+        tokens = request.turns[0].context.tolist() + request.partial.tokens
+        asked = {"token_ids": tokens, "sampling_params": sampling_settings(request)}
+        return self._post(request, asked | _model(request.served))
+
+    def _post(
+        self, request: HttpRequest, asked: dict[str, Any], *, path: str = GENERATE
+    ) -> list[dict[str, Any]]:
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
         return self._router.post(
-            _body(request),
-            read=lambda text: _parse_choices(text, request),
+            asked,
+            path=path,
+            read=lambda text: self._read(text, request),
             about=f"prompt {first.prompt_index}",
             # The server that sampled an episode's last turn has the episode in its prefix cache.
             keys=[(prompt_hash, turn.sample_index) for turn in request.turns],
         )
+
+    def _read(self, text: str, request: HttpRequest) -> list[dict[str, Any]]:
+        choices = self._checked(json.loads(text)["choices"], request)
+        for span in (span for c in choices for span in c.get("weight_versions") or ()):
+            _parse_version(span["version"], request.served)
+        return choices
+
+    def _checked(self, choices: list[dict[str, Any]], request: HttpRequest) -> list[dict[str, Any]]:
+        """Returns the choices in their order; raises SamplerError unless each turn has one."""
+        if len(choices) != len(request.turns):
+            raise SamplerError(
+                f"prompt {request.turns[0].prompt_index}: requested {len(request.turns)} "
+                f"completions, received {len(choices)}"
+            )
+        return sorted(choices, key=lambda choice: choice["index"])
 
     def _score(self, turn: Turn) -> np.ndarray:
         served = self._served
@@ -168,10 +191,11 @@ def _follows(turn: Turn, before: Turn) -> bool:
     return same and next_ and np.array_equal(turn.context, before.context)
 
 
-def _body(request: _HttpRequest) -> dict[str, Any]:
+def sampling_settings(request: HttpRequest) -> dict[str, Any]:
+    """Returns vLLM's sampling parameters of a request."""
     first, done, params = request.turns[0], request.partial.tokens, request.params
     texts = [] if params.stop_texts is None else list(params.stop_texts.texts)
-    settings: dict[str, Any] = {
+    return {
         "n": len(request.turns),
         "max_tokens": first.max_tokens - len(done),
         "temperature": params.temperature,
@@ -191,27 +215,13 @@ def _body(request: _HttpRequest) -> dict[str, Any]:
         "ignore_eos": True,
         "stop_token_ids": [stop[0] for stop in params.stop if len(stop) == 1],
     }
-    asked = {"token_ids": first.context.tolist() + done, "sampling_params": settings}
-    return asked | _model(request.served)
 
 
-def _model(served: _Served) -> dict[str, str]:
+def _model(served: Served) -> dict[str, str]:
     return {} if served.adapter is None else {"model": served.adapter}
 
 
-def _parse_choices(text: str, request: _HttpRequest) -> list[dict[str, Any]]:
-    choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
-    if len(choices) != len(request.turns):
-        raise SamplerError(
-            f"prompt {request.turns[0].prompt_index}: requested {len(request.turns)} completions, "
-            f"received {len(choices)}"
-        )
-    for span in (span for c in choices for span in c.get("weight_versions") or ()):
-        _parse_version(span["version"], request.served)
-    return choices
-
-
-def _parse_version(label: str, served: _Served) -> int:
+def _parse_version(label: str, served: Served) -> int:
     """Returns the policy version of weights with the label "version@session"."""
     version, _, session = label.partition("@")
     if not (version.isascii() and version.isdigit()):
@@ -226,7 +236,7 @@ def _parse_version(label: str, served: _Served) -> int:
     return int(version)
 
 
-def _check_scored(label: str, *, served: _Served) -> None:
+def _check_scored(label: str, *, served: Served) -> None:
     # The label is the version of the weights, which differs from an adapter's version.
     version = _parse_version(label, served)
     if version != served.version and served.adapter is None:
@@ -236,7 +246,7 @@ def _check_scored(label: str, *, served: _Served) -> None:
         )
 
 
-def _parse_choice(choice: dict[str, Any], request: _HttpRequest) -> _Partial:
+def _parse_choice(choice: dict[str, Any], request: HttpRequest) -> _Partial:
     """Appends a choice to the completion that it continues."""
     tokens = choice["token_ids"] or []
     content = (choice.get("logprobs") or {}).get("content") or []

@@ -1,6 +1,10 @@
-"""A real server behind an agent: exact after every publish, whole and as differences."""
+"""A real server behind an agent: exact after every publish, whole and as differences.
+
+With JAXRL_TENSOR_PARALLEL=2 it has a worker for each half of the weights.
+"""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl import huggingface
-from jaxrl.bridge.base import RefusedError, new_learner
+from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError, new_learner
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
@@ -26,6 +30,7 @@ from tests.bridge.engines import LINUX, VLLM_PYTHON
 pytestmark = LINUX
 F32 = np.dtype(np.float32)
 PROMPT = [5, 6, 7]
+SHARDS = int(os.environ.get("JAXRL_TENSOR_PARALLEL", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,8 @@ def server(agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
         kv_cache_bytes=64 << 20,
         agent=agent.directory,
         api_key=KEY,
-        arguments=("--skip-tokenizer-init",),  # the models here have none
+        # The models here have no tokenizer.
+        arguments=("--skip-tokenizer-init", f"--tensor-parallel-size={SHARDS}"),
     )
     with LocalServer(directory / "model", options, log=directory / "log") as running:
         running.wait(lambda seconds: None)
@@ -90,3 +96,64 @@ def test_outputs_equal_those_of_a_fresh_start(
     while (left := list(agent.directory.glob("payloads/*"))) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
+
+
+CUT = pytest.mark.skipif(SHARDS == 1, reason="one process; set JAXRL_TENSOR_PARALLEL=2")
+
+
+def last_worker(server: LocalServer) -> int:
+    title = f"Worker_TP{SHARDS - 1}".encode()
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.process_ids}
+    return next(pid for pid, command in commands.items() if title in command)
+
+
+@CUT
+def test_a_refusal_is_not_repeated(server: LocalServer, tmp_path: Path) -> None:
+    """Stock vLLM takes the other workers' refusals for answers to the next call."""
+    url = (tmp_path / "store").as_uri()
+    with publisher(VllmServer(server.url, api_key=KEY), url) as learner:
+        learner.publish(weights(1), version=1)
+        for _ in range(2):
+            with pytest.raises(RefusedError, match="takes weights from learner 'a run'"):
+                StorePublisher(
+                    [VllmServer(server.url, api_key=KEY)],
+                    Store(url, KEY),
+                    wire=F32,
+                    sampler=F32,
+                    learner=new_learner("another run"),
+                )
+            learner.publish(weights(0), version=2)
+
+
+@CUT
+def test_workers_refuse_together(server: LocalServer, tmp_path: Path) -> None:
+    """One of them can open no file, and the other must not load its half alone."""
+    with publisher(VllmServer(server.url, api_key=KEY), (tmp_path / "store").as_uri()) as learner:
+        learner.publish(weights(1), version=1)
+        before, worker = ask(server, PROMPT, 48), last_worker(server)
+        old = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, old[1]))
+        try:
+            with pytest.raises(RefusedError, match="Too many open files"):
+                learner.publish(weights(0), version=2)
+        finally:
+            resource.prlimit(worker, resource.RLIMIT_NOFILE, old)
+        assert ask(server, PROMPT, 48) == before
+        learner.publish(weights(0), version=3)
+        learner.publish(weights(1), version=4)
+        after = ask(server, PROMPT, 48)
+        assert after._replace(versions=[]) == before._replace(versions=[])
+        assert set(after.versions) == {4}
+
+
+@CUT
+def test_killed_worker_is_noticed(server: LocalServer, tmp_path: Path) -> None:
+    """The last test: its half of the weights is gone, and no publish succeeds without it."""
+    own = VllmServer(server.url, api_key=KEY, timeout=60.0)
+    with publisher(own, (tmp_path / "store").as_uri()) as learner:
+        learner.publish(weights(1), version=1)
+        os.kill(last_worker(server), signal.SIGKILL)
+        for version in (2, 3):
+            with pytest.raises((UnavailableError, PoisonedError)):
+                learner.publish(weights(0), version=version)
+            assert not own.connected
