@@ -33,7 +33,15 @@ T = TypeVar("T")
 
 
 class SamplerError(RuntimeError):
-    """A server did not answer or its response is invalid; the message quotes the server."""
+    """A server did not answer or its response is invalid; the message quotes the server.
+
+    Attributes:
+      status: of a response that refuses the request; 0 otherwise.
+    """
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class UnpublishedWeightsError(SamplerError):
@@ -108,7 +116,9 @@ class Router:
             failures, failed = failures + 1, url
             final = 400 <= status < 500 or failures == _ATTEMPTS
             if final or self._closed.wait(_FIRST_WAIT * 2 ** (failures - 1)):
-                raise SamplerError(f"{url} did not answer {about}: {status or ''} {text}")
+                raise SamplerError(
+                    f"{url} did not answer {about}: {status or ''} {text}", status=status
+                )
 
     def use(self, urls: Sequence[str]) -> None:
         """Sends requests to these servers only. Requests in flight at others are retried, because a

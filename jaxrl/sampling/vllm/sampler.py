@@ -154,14 +154,22 @@ class VllmSampler(VllmScorer, Sampler):
     ) -> list[dict[str, Any]]:
         first = request.turns[0]
         prompt_hash = hash(first.context[: first.prompt_length].tobytes())
-        return self._router.post(
-            asked,
-            path=path,
-            read=lambda text: self._read(text, request),
-            about=f"prompt {first.prompt_index}",
-            # The server that sampled an episode's last turn has the episode in its prefix cache.
-            keys=[(prompt_hash, turn.sample_index) for turn in request.turns],
-        )
+        try:
+            return self._router.post(
+                asked,
+                path=path,
+                read=lambda text: self._read(text, request),
+                about=f"prompt {first.prompt_index}",
+                # The server of an episode's last turn has the episode in its prefix cache.
+                keys=[(prompt_hash, turn.sample_index) for turn in request.turns],
+            )
+        except SamplerError as error:
+            if error.status != 404 or (adapter := request.served.adapter) is None:
+                raise
+            raise UnpublishedWeightsError(
+                f"the server no longer has adapter {adapter!r}: it has restarted, or was given the "
+                f"weights of another learner ({error})"
+            ) from error
 
     def _read(self, text: str, request: HttpRequest) -> list[dict[str, Any]]:
         choices = self._checked(json.loads(text)["choices"], request)
