@@ -8,7 +8,7 @@ in `training.rollouts.stream` while the learner trains; rollouts become minibatc
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,7 +20,8 @@ from jaxrl.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.absorbed import absorbed_note
 from jaxrl.training.alarm_actions import AlarmActions, Verdict
 from jaxrl.training.compile_ahead import compile_ahead
-from jaxrl.training.evaluate import evaluate_greedily
+from jaxrl.training.deployment_gap import deployment_gap
+from jaxrl.training.evaluate import Evaluation, evaluate_greedily
 from jaxrl.training.export import export
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.minibatches import (
@@ -89,7 +90,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
     ):
         alarms, tokenizer = AlarmActions(run), run.source.task.tokenizer
         if progress.step == 0:
-            progress.initial_accuracy = evaluate(run, progress)
+            progress.initial_accuracy = evaluate(run, progress, params=state.policy.params)
             progress.initial_failed = progress.failed
         verdict, signum = None, run.hosts.largest(interrupt.signum or 0)
         while progress.step < config.train.steps and not signum and not verdict:
@@ -111,7 +112,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
             if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
                 run.tracker.note(note)
             run.tracker.log(progress.step, step_metrics(rollouts, numbers, tokenizer=tokenizer))
-            accuracy = evaluate(run, progress)
+            accuracy = evaluate(run, progress, params=state.policy.params)
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)
             if verdict is None or verdict.action == "pause":
@@ -246,26 +247,25 @@ def _divergence(metrics: Metrics) -> float:
     return to_floats({name: metrics[name]} if name in metrics else {}).get(name, 0.0)
 
 
-def evaluate(run: Run, progress: Progress) -> float | None:
-    """Measures and logs greedy accuracy on the held-out prompts, if an evaluation is due: before
-    the first step, after the last one and as `eval.every` says."""
+def evaluate(run: Run, progress: Progress, *, params: Any) -> float | None:
+    """Measures and logs greedy accuracy on the held-out prompts and the deployment gap, if an
+    evaluation is due: before the first step, after the last one and as `eval.every` says. `params`
+    are the learner's, which the sampler serves."""
     step = progress.step
     if step not in (0, run.config.train.steps) and not is_due(run.config.eval.every, step):
         return None
 
-    def measure() -> tuple[float, int] | None:
-        if run.source.task.held_out is None:
-            return None
-        found = evaluate_greedily(run.source)
-        numbers = {"accuracy": found.accuracy, "failed": float(found.failed)}
-        numbers |= {"completions": float(found.rewards.size)} | found.numbers
-        run.tracker.log(step, {f"eval/{name}": value for name, value in numbers.items()})
-        if found.failure is not None:
-            run.tracker.note(f"step {step}, held-out prompts: {found.failure}")
-        return found.accuracy, found.failed
+    def measure() -> Evaluation | None:
+        return None if run.source.task.held_out is None else evaluate_greedily(run.source)
 
-    measured = run.hosts.on_leader(measure)
-    if measured is None:
+    found = run.hosts.on_leader(measure)
+    if found is None:
         return None
-    progress.accuracy, progress.failed = measured
+    numbers = {"accuracy": found.accuracy, "failed": float(found.failed)}
+    numbers |= {"completions": float(found.rewards.size)} | found.numbers
+    numbers |= deployment_gap(run, params, rollouts=found.rollouts)
+    run.tracker.log(step, {f"eval/{name}": value for name, value in numbers.items()})
+    if found.failure is not None:
+        run.tracker.note(f"step {step}, held-out prompts: {found.failure}")
+    progress.accuracy, progress.failed = found.accuracy, found.failed
     return progress.accuracy

@@ -94,6 +94,16 @@ NOT_CONNECTED = "no learner has connected"
 LAPSED = "this publish lapsed"
 
 
+def check_head(sampler: str, logits: str) -> None:
+    """Raises ValueError if a server that computes in `sampler` would round the head's weights too
+    when its head computes in `logits`."""
+    if logits not in ("float32", sampler):
+        raise ValueError(
+            f"logits in {logits} and a sampler in {sampler}: vLLM would also round the head's "
+            f"weights to {logits}; use logits=f32, or the sampler's dtype"
+        )
+
+
 class RefusedError(RuntimeError):
     """The server refused the weights before changing any; it still serves its old version."""
 

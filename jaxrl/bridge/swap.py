@@ -18,10 +18,12 @@ from jaxrl.bridge.base import (
     Timings,
     UnavailableError,
     WeightSource,
+    check_head,
     new_learner,
 )
 from jaxrl.bridge.servers.control import VllmServer
 
+_F32 = np.dtype(np.float32)  # as in every preset of `Precision`
 _FAILURES = PoisonedError, RefusedError, UnavailableError  # the worst first
 _ALL_BEHIND = 120.0  # seconds that a publish waits for the first host
 _PAUSE = 1.0  # seconds between two questions to hosts that are behind
@@ -37,6 +39,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         *,
         wire: np.dtype,
         sampler: np.dtype,
+        logits: np.dtype = _F32,
         in_flight: InFlight = "keep",
         learner: LearnerIdentity | None = None,
     ) -> None:
@@ -48,16 +51,25 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
             directory of the agent on each server's host.
           wire: dtype of the published tensors.
           sampler: dtype that the servers compute in.
+          logits: dtype that their heads compute in.
           in_flight: treatment of requests in flight.
           learner: identity of the learner; by default a new one.
 
-        Raises RefusedError as `VllmServer.connect`.
+        Raises RefusedError as `VllmServer.connect`, and ValueError if the head's weights would be
+        rounded.
         """
+        check_head(sampler.name, logits.name)
         self._servers = servers
         self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
         for server in servers:
-            server.connect(root=root, wire=wire.name, sampler=sampler.name, learner=self._learner)
+            server.connect(
+                root=root,
+                wire=wire.name,
+                sampler=sampler.name,
+                logits=logits.name,
+                learner=self._learner,
+            )
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """Returns once every healthy server, and at least one, serves `version`. Servers keep

@@ -20,7 +20,7 @@ from jaxrl.core import (
     jit,
     most_rows,
 )
-from jaxrl.learner import ActorCritic, Learner, State, make_learner, reporting_publish
+from jaxrl.learner import ActorCritic, Learner, State, make_learner, make_score, reporting_publish
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
 from jaxrl.sharding import Layout
@@ -36,6 +36,8 @@ class Learning(NamedTuple):
     model: Model  # the decoder
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     learner: Learner  # compiled; `step` donates the state
+    # `learner.score` at temperature 1: samplers report greedy tokens so.
+    greedy_score: Callable[[Any, Minibatch], Any]
     learning_rate: Callable[[Any], Any]  # optimizer step -> learning rate
     critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
     # The initial trainable parameters, in precision.compute; None unless a loss or reward needs it.
@@ -83,6 +85,11 @@ def open_learning(
             layout=layout,
         )
         state = state._replace(critic=critics_state)
+    score = greedy_score = compiled(pure.score)
+    if model.temperature != config.sampling.temperature:
+        greedy_score = compiled(
+            make_score(model, precision=config.precision, param_shardings=layout.constraints(specs))
+        )
     learning = Learning(
         recipe=recipe,
         layout=layout,
@@ -91,11 +98,12 @@ def open_learning(
         model=model,
         specs=specs,
         learner=pure._replace(
-            score=compiled(pure.score),
+            score=score,
             shadow_scores=compiled(pure.shadow_scores),
             energies=compiled(pure.energies),
             step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
         ),
+        greedy_score=greedy_score,
         learning_rate=learning_rate,
         critic=critic,
         reference=reference,
@@ -133,6 +141,16 @@ def given_scores(recipe: Recipe, *, updates: int) -> list[str]:
     change. With one update per rollout batch, the anchor is the learner itself."""
     given = {Need.REFERENCE, Need.ANCHOR} if updates > 1 else {Need.REFERENCE}
     return sorted(need.value for need in given & recipe.objective.needs)
+
+
+def anchor_note(recipe: Recipe, *, updates: int) -> str | None:
+    """Says that the anchor's forward pass is left out, if the loss compares with the anchor."""
+    if updates > 1 or Need.ANCHOR not in recipe.objective.needs:
+        return None
+    return (
+        "train.updates_per_rollout = 1: the anchor is the learner itself, so its forward pass is "
+        "skipped and a ratio over it is 1"
+    )
 
 
 def recorded_experts(config: Config, sizes: DecoderConfig) -> tuple[int, int] | None:

@@ -115,6 +115,7 @@ def _open_client(
                 config,
                 weights.checkpoint,
                 dtype=weights.precision.sampler,
+                logits=weights.precision.logits.name,
                 log=directory / "vllm.log",
                 note=note,
                 completions=needs.completions,

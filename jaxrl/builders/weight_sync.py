@@ -82,6 +82,7 @@ class Sync(NamedTuple):
         shared: dict[str, Any] = {
             "wire": self.weights.precision.wire,
             "sampler": self.weights.precision.sampler,
+            "logits": self.weights.precision.logits,
             "in_flight": self.config.in_flight,
             "learner": self.learner,
         }

@@ -1,4 +1,9 @@
-from .accuracy import half_interval as half_interval, majority as majority, pass_at_k as pass_at_k
+from .accuracy import (
+    half_interval as half_interval,
+    majority as majority,
+    mean_and_interval as mean_and_interval,
+    pass_at_k as pass_at_k,
+)
 from .alarms.check import (
     Alarm as Alarm,
     check_alarms as check_alarms,

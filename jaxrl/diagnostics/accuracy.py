@@ -52,3 +52,22 @@ def half_interval(rewards: np.ndarray) -> float:
         return math.nan
     means = np.nan_to_num(rewards).mean(axis=1)
     return float(1.96 * means.std(ddof=1) / math.sqrt(len(means)))
+
+
+def mean_and_interval(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Returns the mean over all values of N clusters, and half the width of its 95 % confidence
+    interval: 1.96 standard errors over clusters, whose values depend on each other
+    (arXiv:2411.00640).
+
+    Args:
+      sums: f64[N], the sum of each cluster's values, such as those of a completion's tokens.
+      counts: i64[N], their number; at least one is above 0.
+
+    Returns:
+      (mean, half the width); the latter is NaN for fewer than two clusters.
+    """
+    mean, clusters = float(sums.sum() / counts.sum()), len(sums)
+    if clusters < 2:
+        return mean, math.nan
+    variance = ((sums - mean * counts) ** 2).sum() * clusters / (clusters - 1)
+    return mean, float(1.96 * math.sqrt(variance) / counts.sum())

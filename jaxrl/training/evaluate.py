@@ -20,8 +20,7 @@ class Evaluation(NamedTuple):
     truncated: np.ndarray  # bool[N, S], completions that reached the limit of tokens
     completions: list[str]  # the N * S texts
     numbers: dict[str, float]  # metrics of the episodes; empty without an environment
-    # The N * S episodes with all of their tokens; empty without an environment.
-    episodes: list[Rollout]
+    rollouts: list[Rollout]  # the N * S completions, or episodes, with their tokens
     first_failure: str | None  # of the environment or the reward; None if neither failed
 
     @property
@@ -88,6 +87,6 @@ def evaluate(
         truncated=np.array([r.truncated for r in rollouts]).reshape(shape),
         completions=texts,
         numbers=episode_metrics(episodes),
-        episodes=episodes,
+        rollouts=rollouts,
         first_failure=next(filter(None, failures), None),
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,14 +49,7 @@ def compute_advantages(
     """
     learning, source, policy = run.learning, run.source, state.policy.params
     recipe = learning.recipe
-
-    def by_token(score: Callable[[Minibatch], jax.Array]) -> list[np.ndarray]:
-        """Scores rollouts: f32[C], or f32[C, ...], for each."""
-        found: list[np.ndarray] = []
-        for some in (rollouts[part] for part in parts):
-            minibatch = pack_minibatch(some, [0.0] * len(some), shape=learning.shape)
-            found += unpack(fetch(score(minibatch)), some, shape=learning.shape)
-        return found
+    by_token = functools.partial(score_by_token, learning, [rollouts[part] for part in parts])
 
     def logprobs() -> tuple[LogProbs, LogProbs]:
         mine, theirs = (
@@ -86,6 +79,17 @@ def compute_advantages(
     advantages = estimate(recipe.advantages, outcomes)
     advantages, taught = add_teacher(source.config.reward, rollouts, advantages)
     return Targets(advantages, values, returns), numbers | taught
+
+
+def score_by_token(
+    learning: Learning, parts: Iterable[Sequence[Rollout]], score: Callable[[Minibatch], jax.Array]
+) -> list[np.ndarray]:
+    """Scores the rollouts of minibatches: f32[C], or f32[C, ...], for each."""
+    found: list[np.ndarray] = []
+    for rollouts in parts:
+        minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=learning.shape)
+        found += unpack(fetch(score(minibatch)), rollouts, shape=learning.shape)
+    return found
 
 
 def prepare_minibatch(

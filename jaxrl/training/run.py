@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import Learning, open_learning
+from jaxrl.builders.learner import Learning, anchor_note, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
@@ -130,9 +130,10 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             tracker=tracker,
         )
         attention = learning.check_attention(config)
+        anchor = anchor_note(recipe, updates=config.train.updates_per_rollout)
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
         lines = (*repaired, _beginning(run, progress, start), *tried, *notes, change)
-        for line in filter(None, (*lines, attention, learning.rows_note)):
+        for line in filter(None, (*lines, attention, learning.rows_note, anchor)):
             tracker.note(line)
         yield run, state, progress
 

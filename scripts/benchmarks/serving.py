@@ -22,9 +22,13 @@ from jaxrl.core import DType
 from jaxrl.models import DecoderConfig, Params, decoder, init
 from jaxrl.sampling import SamplingParams, VllmSampler
 
+F32 = np.dtype(np.float32)  # of the logits, as in every preset of `Precision`
+
 
 @contextmanager
-def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer, Params]]:
+def server(
+    config: DecoderConfig, *, dtype: DType, logits: DType = F32
+) -> Iterator[tuple[LocalServer, Params]]:
     """Starts a server; yields it with its weights."""
     params = init(decoder(config).specs, jax.random.key(0), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
@@ -34,6 +38,7 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
             ServerConfig(vllm_args=("--skip-tokenizer-init",), kv_cache_bytes=512 << 20),
             huggingface.Checkpoint(directory / "model"),
             dtype=dtype,
+            logits=logits.name,
             log=directory / "log",
             note=lambda text: None,
             max_model_len=PROMPT + ANSWER,
@@ -43,13 +48,16 @@ def server(config: DecoderConfig, *, dtype: DType) -> Iterator[tuple[LocalServer
 
 @contextmanager
 def connected(
-    config: DecoderConfig, *, dtype: DType, requests: int
+    config: DecoderConfig, *, dtype: DType, requests: int, logits: DType = F32
 ) -> Iterator[tuple[LocalServer, VllmSampler]]:
     """Starts a server and yields it with a client that has at most `requests` requests open."""
     with (
-        server(config, dtype=dtype) as (started, params),
+        server(config, dtype=dtype, logits=logits) as (started, params),
         SharedMemoryPublisher(
-            [VllmServer(started.url, api_key=started.api_key)], wire=dtype, sampler=dtype
+            [VllmServer(started.url, api_key=started.api_key)],
+            wire=dtype,
+            sampler=dtype,
+            logits=logits,
         ) as publisher,
     ):
         publisher.publish(ParamsSource(params, decoder(config).specs, dtype=dtype), version=0)
@@ -66,11 +74,11 @@ def connected(
 
 @contextmanager
 def drawn(
-    config: DecoderConfig, *, dtype: DType, limits: np.ndarray, in_flight: int
+    config: DecoderConfig, *, dtype: DType, limits: np.ndarray, in_flight: int, logits: DType = F32
 ) -> Iterator[Run]:
     """Yields a run that draws what `sampling.embedded` draws."""
     turns = asked(config, limits)
-    with connected(config, dtype=dtype, requests=in_flight) as (_, sampler):
+    with connected(config, dtype=dtype, requests=in_flight, logits=logits) as (_, sampler):
 
         def run(seed: int) -> None:
             params = SamplingParams(max_tokens=ANSWER, seed=seed)

@@ -167,7 +167,7 @@ class Recorder:
     def __init__(self) -> None:
         self.root = Path()
         self.learner = LEARNER
-        self.dtypes = ("", "")
+        self.dtypes = ("", "", "")
         self.tensors: dict[str, bytes] = {}
         self.version = -1
         self.failure: Exception | None = None
@@ -176,10 +176,12 @@ class Recorder:
     def fail(self, error: Exception) -> None:
         self.failed = str(error)
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
+    def connect(
+        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+    ) -> None:
         self.root = Path(root)
         self.learner = learner
-        self.dtypes = (wire, sampler)
+        self.dtypes = (wire, sampler, logits)
 
     def update(self, payload_name: str, *, version: int, in_flight: InFlight) -> Timings:
         if self.failure is not None:

@@ -49,17 +49,31 @@ class ChildEngine:
         kinds = {REFUSED: RefusedError, POISONED: PoisonedError, None: RuntimeError}
         raise kinds[marker(text)](text)
 
-    def open(self, model: Path, dtype: str, *, logprobs: str = "processed_logprobs") -> None:
-        self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs)
+    def open(
+        self,
+        model: Path,
+        dtype: str,
+        *,
+        logprobs: str = "processed_logprobs",
+        head: str = "float32",
+    ) -> None:
+        self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs, head=head)
         self.model = model
 
     def generate(self, prompts: list[list[int]]) -> list:
         return self.call("generate", prompts=prompts)
 
     def connect(
-        self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity = LEARNER
+        self,
+        *,
+        root: str,
+        wire: str,
+        sampler: str,
+        logits: str = "float32",
+        learner: LearnerIdentity = LEARNER,
     ) -> None:
-        self.call("connect", root=root, wire=wire, sampler=sampler, learner=learner._asdict())
+        roles = {"wire": wire, "sampler": sampler, "logits": logits}
+        self.call("connect", root=root, **roles, learner=learner._asdict())
         self.learner = learner
 
     def update(self, payload: str, *, version: int, in_flight: InFlight) -> Timings:

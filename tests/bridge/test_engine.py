@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import LearnerIdentity, PoisonedError, RefusedError
 from jaxrl.bridge.manifest import Manifest
+from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models.families import DecoderConfig
@@ -372,6 +374,40 @@ def test_wire_dtype_may_be_narrower(serving: Serving) -> None:
     ) as publisher:
         publisher.publish(ListSource(rounded), version=0)
     assert serving.engine.generate(PROMPTS) == narrow
+
+
+def test_the_head_computes_in_the_dtype_of_the_learners_logits(
+    engine: ChildEngine, tmp_path: Path
+) -> None:
+    """A logit of at least 1/4 is a multiple of 2^-9 in bf16; f32 logits lie between them."""
+    bf16 = np.dtype(jnp.bfloat16)
+    config = dataclasses.replace(QWEN3, tied=False)
+    served = checkpoint(config, 1, tmp_path / "model", bf16)
+    source = ParamsSource(params(config, 1), decoder(config).specs, dtype=bf16)
+    for head, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        engine.open(served, "bfloat16", head=head)
+        for published in range(2):
+            steps = 2.0**9 * np.array(engine.call("margins", prompts=PROMPTS))
+            off_grid = np.abs(steps - steps.round()) > 0.01
+            assert off_grid.mean() > 0.8 if head == "float32" else not off_grid.any()
+            if not published:
+                roles: Any = {"wire": bf16, "sampler": bf16, "logits": np.dtype(head)}
+                with SharedMemoryPublisher([engine], **roles) as publisher:
+                    publisher.publish(source, version=0)
+        engine.call("disconnect")
+        short = {"float32": "f32", "bfloat16": "bf16"}[head]
+        remedies = f"head_dtype.*{other}.*serve has --logits.*train with logits={short} in"
+        with pytest.raises(RefusedError, match=f"head computes in {head}.*{remedies}"):
+            engine.connect(root=str(tmp_path), wire="bfloat16", sampler="bfloat16", logits=other)
+
+
+def test_a_head_that_would_round_its_weights_is_refused(tmp_path: Path) -> None:
+    f32, f16 = np.dtype(np.float32), np.dtype(np.float16)
+    with pytest.raises(ValueError, match=r"round the head's weights to float16; use logits=f32"):
+        SharedMemoryPublisher([], wire=f32, sampler=f32, logits=f16)
+    options = ServerOptions(python=tmp_path, dtype="bfloat16", logits="float16")
+    with pytest.raises(ValueError, match="round the head's weights"):
+        LocalServer(tmp_path, options, log=tmp_path / "log")
 
 
 def test_a_server_with_raw_logprobs_is_refused(

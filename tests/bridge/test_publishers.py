@@ -84,7 +84,7 @@ def test_source_refuses_unexpected_parameters() -> None:
 def test_shared_memory_publishes_every_version(tmp_path: Path) -> None:
     server = Recorder()
     with SharedMemoryPublisher([server], wire=BF16, sampler=BF16, memory=tmp_path) as publisher:
-        assert server.dtypes == ("bfloat16", "bfloat16")
+        assert server.dtypes == ("bfloat16", "bfloat16", "float32")
         used = set()
         for version in range(4):
             source = ParamsSource(params(QWEN3, version), SPECS, dtype=BF16)

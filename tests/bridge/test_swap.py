@@ -30,6 +30,7 @@ from jaxrl.builders.weight_sync import PublishToServers
 from jaxrl.sampling.vllm.sampler import VllmSampler
 from tests.bridge.cases import LEARNER
 
+ROLES = dict.fromkeys(("wire", "sampler", "logits"), "float32")
 DEAD = "EngineCore encountered an issue"
 
 
@@ -86,7 +87,7 @@ def two() -> Iterator[tuple[list[Vllm], list[VllmServer]]]:
     with ExitStack() as stack:
         pairs = [stack.enter_context(running()) for _ in range(2)]
         for _, server in pairs:
-            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+            server.connect(root="/x", **ROLES, learner=LEARNER)
         yield [vllm for vllm, _ in pairs], [server for _, server in pairs]
 
 
@@ -233,7 +234,7 @@ def test_untried_version_is_reported_once(version, told):
     lines = []
     with running() as (vllm, server):
         vllm.fails["/version"] = (200, json.dumps({"version": version}))
-        server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+        server.connect(root="/x", **ROLES, learner=LEARNER)
         client = VllmSampler([server.url], max_positions=8, vocab_size=8)
         send = PublishToServers(
             lambda params, *, version: (None, Timings()),
@@ -305,20 +306,20 @@ def test_the_run_says_which_server_is_behind_and_by_how_much(two):
 def test_connecting_tolerates_failed_servers_only():
     with running() as (vllm, server):
         vllm.fails["*"] = (500, DEAD)
-        server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+        server.connect(root="/x", **ROLES, learner=LEARNER)
         assert not server.connected
         vllm.fails["*"] = (401, "JAXRL_API_KEY")
         with pytest.raises(ControlError, match="JAXRL_API_KEY"):
-            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+            server.connect(root="/x", **ROLES, learner=LEARNER)
         vllm.fails["*"] = (500, f"{REFUSED} the server computes in float16")
         with pytest.raises(RefusedError, match="float16"):
-            server.connect(root="/x", wire="float32", sampler="float32", learner=LEARNER)
+            server.connect(root="/x", **ROLES, learner=LEARNER)
 
 
 def test_an_unreachable_server_is_unavailable(tmp_path: Path) -> None:
     absent = VllmServer("http://127.0.0.1:9", timeout=1.0)
     # It may start later.
-    absent.connect(root=str(tmp_path), wire="float32", sampler="float32", learner=LEARNER)
+    absent.connect(root=str(tmp_path), **ROLES, learner=LEARNER)
     assert not absent.connected
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9/"):
         absent.update("slot-0", version=1, in_flight="keep")

@@ -14,7 +14,7 @@ from pathlib import Path
 class Engine:
     """A vLLM engine with one model."""
 
-    def open(self, model: str, dtype: str, logprobs_mode: str) -> None:
+    def open(self, model: str, dtype: str, logprobs_mode: str, head: str) -> None:
         from vllm import LLM
 
         self.llm = None  # free the old one first
@@ -27,6 +27,7 @@ class Engine:
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=16 << 20,
             logprobs_mode=logprobs_mode,
+            hf_overrides={"head_dtype": head},
             weight_transfer_config={"backend": "jaxrl"},
         )
 
@@ -71,6 +72,18 @@ class Engine:
             ]
             for c in found
         ]
+
+    def margins(self, prompts: list[list[int]]) -> list[float]:
+        """Returns the two largest logits' difference at each greedy token."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            SamplingParams(temperature=0.0, max_tokens=24, logprobs=2, detokenize=False),
+            use_tqdm=False,
+        )
+        positions = [token for output in outputs for token in output.outputs[0].logprobs]
+        return [first - second for first, second in map(_two_largest, positions)]
 
     def fail_after(self, tensors: int) -> None:
         """Makes the next load raise after this many tensors."""
@@ -156,6 +169,10 @@ class Engine:
 
     def loaded_modules(self) -> list[str]:
         return sorted({"jax", "flax"} & sys.modules.keys())
+
+
+def _two_largest(found) -> list[float]:
+    return sorted((one.logprob for one in found.values()), reverse=True)[:2]
 
 
 def main() -> None:

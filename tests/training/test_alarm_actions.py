@@ -241,7 +241,9 @@ def test_last_evaluation_can_pause_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (
-        SimpleNamespace(accuracy=score, failed=0, rewards=np.ones(1), failure=None, numbers={})
+        SimpleNamespace(
+            accuracy=score, failed=0, rewards=np.ones(1), failure=None, numbers={}, rollouts=[]
+        )
         for score in scores
     )
     monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))

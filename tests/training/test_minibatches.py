@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import Learning, build_learner, step_minibatch, step_shape
+from jaxrl.builders.learner import Learning, anchor_note, build_learner, step_minibatch, step_shape
 from jaxrl.builders.model import trained_specs
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
@@ -24,6 +24,7 @@ from jaxrl.learner.actor_critic import State, side_by_side
 from jaxrl.learner.critic import make_critic
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import ppo
+from jaxrl.losses.scores import Need
 from jaxrl.models import init, lora
 from jaxrl.models.model import decoder
 from jaxrl.training.minibatches import (
@@ -65,6 +66,7 @@ def passed(config, recipe, *, sizes, shape: MinibatchShape, layout) -> Minibatch
             model=model,
             specs=model.specs,
             learner=learner,
+            greedy_score=learner.score,
             learning_rate=learning_rate,
             critic=None,
             reference=params,
@@ -116,6 +118,8 @@ def test_the_description_is_what_training_passes(changes, found, tmp_path):
         if field.default is None and getattr(part, field.name) is not None
     }
     assert optional == found | {"rewards"}
+    left_out = Need.ANCHOR in recipe.objective.needs and "anchor" not in found
+    assert bool(anchor_note(recipe, updates=config.train.updates_per_rollout)) == left_out
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def kill_at(monkeypatch: Any, step: int, *, text: str) -> None:
     """The program dies after a step in a precision, before it is saved."""
     evaluate = train.evaluate
 
-    def dying(run: Run, progress: Progress) -> float | None:
+    def dying(run: Run, progress: Progress, **given: Any) -> float | None:
         if progress.step == step and run.config.precision.text == text:
             raise KilledError
-        return evaluate(run, progress)
+        return evaluate(run, progress, **given)
 
     monkeypatch.setattr(train, "evaluate", dying)
 

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -37,6 +38,7 @@ from jaxrl.bridge.payload import MappedTensor
 from jaxrl.bridge.safetensors_file import read_specs
 
 _LOGPROBS = "processed_logprobs"  # after the temperature; vLLM's default is before
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SHOWN = 500  # characters of an error
 _CORRECTION = ".e_score_correction_bias"
 
@@ -48,6 +50,7 @@ class InitInfo(WeightTransferInitInfo):
     root: str  # directory of all payloads; "" for the directory of this host's agent
     wire: str  # dtype of all tensors, such as "bfloat16"
     sampler: str  # dtype that the learner expects this server to compute in
+    logits: str  # dtype that it expects the head to compute in
     learner: dict[str, str]  # fields of `LearnerIdentity`
 
 
@@ -90,9 +93,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connects a learner, which may start at any version.
 
-        Raises ValueError with `REFUSED` if another learner is connected, the dtypes disagree, the
-        server reports log-probs before the temperature, the root is not a directory, or the model
-        was not loaded from a local safetensors checkpoint.
+        Raises ValueError with `REFUSED` if another learner is connected, the dtypes of the model
+        or of its head disagree, the server reports log-probs before the temperature, the root is
+        not a directory, or the model was not loaded from a local safetensors checkpoint.
         """
         with _refusing("connecting"), _together():
             learner = manifest.parse_learner(init_info.learner)
@@ -110,6 +113,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{init_info.sampler}; start it with --dtype {init_info.sampler} or set "
                 "precision.sampler"
             )
+        self._check_head(init_info.logits)
         if (mode := self.model_config.logprobs_mode) != _LOGPROBS:
             raise ValueError(
                 f"the server reports {mode}, not those of the sampling distribution; "
@@ -122,6 +126,19 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not root.is_dir():
             raise ValueError(f"the server finds no directory {root}")
         return root
+
+    def _check_head(self, logits: str) -> None:
+        """Compares the dtype of the model's heads, because not every model reads the option."""
+        for module in self.model.modules():
+            if isinstance(module, LogitsProcessor):
+                served = str(module.head_dtype or self.model_config.dtype).removeprefix("torch.")
+                if served != logits:
+                    raise ValueError(
+                        f"the server's head computes in {served} and the learner's logits are "
+                        f"{logits}; start the server with --hf-overrides "
+                        f'\'{{"head_dtype": "{logits}"}}\' (jaxrl serve has --logits for it), or '
+                        f"train with logits={_SHORT.get(served, served)} in precision"
+                    )
 
     def start_weight_update(self) -> None:
         """Does nothing: the model is opened after the payload is checked."""

@@ -93,16 +93,20 @@ class VllmServer:
         self._admitted = False  # by the server, which then admits no other learner
         self._rests = 0.0  # until this time
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
+    def connect(
+        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+    ) -> None:
         """Announces a learner, the directory of its payloads and the dtypes.
 
         A server that does not answer is connected at the next update. Raises RefusedError if the
         server takes weights from a learner that this one does not replace, computes in another
-        dtype than `sampler`, or does not find `root`.
+        dtype than `sampler`, its head in another one than `logits`, or does not find `root`.
         """
         self._learner = learner._asdict()
         self._client.headers.update(lease.header(learner))
-        self._init_info = dict(root=root, wire=wire, sampler=sampler, learner=self._learner)
+        self._init_info = dict(
+            root=root, wire=wire, sampler=sampler, logits=logits, learner=self._learner
+        )
         with contextlib.suppress(_ServerFaultError):
             self._connect()
 
@@ -231,11 +235,13 @@ class VllmServer:
         or "default" before the first publish."""
         return self._call("GET", "/weight_info")["weight_version"]
 
-    def dtype(self) -> str:
-        """Returns the dtype that the server computes in, such as "bfloat16". Takes 15 seconds,
-        because the server also lists its whole environment."""
-        info = self._call("GET", "/server_info?config_format=json")
-        return info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+    def dtypes(self) -> tuple[str, str]:
+        """Returns the dtypes that the server and its head compute in, such as "bfloat16" and
+        "float32". Takes 15 seconds, because the server also lists its whole environment."""
+        info = self._call("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
+        dtype = info["dtype"].removeprefix("torch.")
+        head = (info["hf_overrides"] or {}).get("head_dtype", "model")
+        return dtype, dtype if head == "model" else head
 
     def max_model_len(self) -> int:
         """Returns the longest sequence that the server takes, in tokens."""

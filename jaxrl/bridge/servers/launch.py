@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import ipaddress
+import json
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from jaxrl.bridge.base import check_head
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.plugin import BACKEND
@@ -59,6 +61,7 @@ class ServerOptions:
 
     python: Path  # interpreter of the environment with vLLM and jaxrl's plugin
     dtype: str  # to compute in: "bfloat16", "float16" or "float32"
+    logits: str = "float32"  # dtype of the head, as `logits` of the learner's precision
     max_model_len: int | None = None  # prompt and completion together; None: the model's limit
     kv_cache_bytes: int | None = 256 << 20  # None leaves it to vLLM, which takes most of the memory
     device: Device = "cpu"  # of the vLLM build
@@ -86,8 +89,8 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
         """Starts the server of a checkpoint; call `wait` before using it. Its output goes to `log`.
 
-        Raises ValueError if a host other than loopback has no key or an argument would undo a
-        check; ServerFailedError if the port is in use.
+        Raises ValueError if a host other than loopback has no key, an argument would undo a check
+        or the head's weights would be rounded; ServerFailedError if the port is in use.
         """
         if options.api_key is None and not is_loopback(options.host):
             raise ValueError(
@@ -95,6 +98,7 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
                 f"change its weights; set {KEY} to a secret, here and where the learner runs"
             )
         check_arguments(options.arguments)
+        check_head(options.dtype, options.logits)
         self.api_key = options.api_key or secrets.token_hex(16)
         port = free_port(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -230,6 +234,7 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     command = [str(options.python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model_dir), "--dtype", options.dtype]
     command += ["--host", options.host, "--port", str(port)]
+    command += ["--hf-overrides", json.dumps({"head_dtype": options.logits})]
     command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution
     command += ["--enable-scale-out"]  # token ids in, token ids and versions out
     command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']

@@ -28,7 +28,9 @@ class StockServer(VllmServer):
         """Its name for the base model; "" before it has answered."""
         return self._base
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
+    def connect(
+        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+    ) -> None:
         """Does nothing: the server knows no learner and no directory of payloads."""
 
     def disconnect(self) -> None:

@@ -74,32 +74,43 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measur
       ServerFailedError, RefusedError: see `open_sampler`.
     """
     inputs = _load_inputs(config)
-    precisions = config.by_text
+    served = precisions = config.by_text
     if config.sampler.url:
-        served = np.dtype(VllmServer(config.sampler.url[0], api_key=known_key()).dtype())
+        found = VllmServer(config.sampler.url[0], api_key=known_key()).dtypes()
+        dtype, head = map(np.dtype, found)
         precisions = {
-            name: dataclasses.replace(precision, wire=served, sampler=served)
+            name: dataclasses.replace(precision, wire=dtype, sampler=dtype)
+            for name, precision in precisions.items()
+        }
+        served = {
+            name: dataclasses.replace(precision, logits=head)
             for name, precision in precisions.items()
         }
     groups: dict[Any, list[str]] = {}
-    for name, precision in precisions.items():
+    for name, precision in served.items():
         devices = inputs.layout.mesh.devices.flat
         check_products(precision, devices[0].platform, devices=len(devices))
-        logits = precision.logits if config.sampler.name == "embedded" else None
         settings = (precision.products, precision.sums, precision.latent)
-        key = (precision.wire, precision.sampler, logits, *settings)
+        key = (precision.wire, precision.sampler, precision.logits, *settings)
         groups.setdefault(key, []).append(name)
     measurements = {}
     for names in groups.values():
-        first = precisions[names[0]]
+        first = served[names[0]]
         engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
         sampler = f"{engine} {short_name(first.sampler)}"
+        if engine == "vLLM" and first.logits != first.sampler:
+            sampler += f", head {short_name(first.logits)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
         samples = _sample(inputs, first, note=note)
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             measurements[name] = _measure(
-                inputs, name, precision=precisions[name], samples=samples, sampler=sampler
+                inputs,
+                name,
+                precision=precisions[name],
+                served=first,
+                samples=samples,
+                sampler=sampler,
             )
     return [measurements[name] for name in precisions]
 
@@ -166,21 +177,27 @@ def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None
 
 
 def _measure(
-    inputs: _Inputs, name: str, *, precision: Precision, samples: _Samples, sampler: str
+    inputs: _Inputs,
+    name: str,
+    *,
+    precision: Precision,
+    served: Precision,
+    samples: _Samples,
+    sampler: str,
 ) -> Measurement:
     config = inputs.config
     low, high = config.clip_range
     params = cast(inputs.params, precision.params)
-    learner = make_learner(
+    made = functools.partial(
+        make_learner,
         inputs.model,
         grpo().objective,
         optimizer=optax.adamw(1e-6),
-        precision=precision,
         param_shardings=inputs.layout.constraints(inputs.model.specs),
     )
-    compiled = functools.partial(jit, sums=precision.sums)
+    learner, compiled = made(precision=precision), functools.partial(jit, sums=precision.sums)
     learner = learner._replace(
-        score=compiled(learner.score), shadow_scores=compiled(learner.shadow_scores)
+        score=compiled(learner.score), shadow_scores=compiled(made(precision=served).shadow_scores)
     )
     parts = split(learner, samples.minibatch, params=params)
     three = log_ratio_parts(

@@ -12,7 +12,7 @@ class Measurement(NamedTuple):
     """Measurements of one dtype policy."""
 
     precision: str  # its text in the config
-    sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16"
+    sampler: str  # engine and dtype of the sampler, e.g. "vLLM bf16, head f32"
     # From `agreement_metrics`, `shape_noise` and `log_ratio_parts` (its "policy" is "decoding" here
     # and needs a server); "tokens", "sequences" and, if steps were timed, "seconds_per_step".
     numbers: dict[str, float]

@@ -166,6 +166,7 @@ def _rows(data: DataSet, measured: Evaluation) -> list[dict[str, Any]]:
             zip(measured.completions, measured.rewards.ravel().tolist(), strict=True)
         )
     ]
-    for row, episode in zip(rows, measured.episodes, strict=bool(measured.episodes)):
-        row["episode"] = task.tokenizer.decode(episode.completion, skip_special_tokens=False)
+    for row, rollout in zip(rows, measured.rollouts, strict=True):
+        if rollout.episode is not None:
+            row["episode"] = task.tokenizer.decode(rollout.completion, skip_special_tokens=False)
     return rows

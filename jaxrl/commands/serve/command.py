@@ -34,6 +34,10 @@ class ServeConfig(ServerConfig):
     dtype: str = "bf16"
     """Compute dtype: f32, bf16 or f16; the `sampler` role of the learner's precision."""
 
+    logits: str = "f32"
+    """Dtype of the output layer's product: f32, as in every preset, or that of dtype; the `logits`
+    role of the learner's precision."""
+
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port to listen at; 0 takes a free one."""
 
@@ -76,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse_arguments(parser(), ServeConfig, argv)
     checkpoint = Checkpoint(hub.local_directory(arguments.model_dir))
+    precision = Precision.parse(f"fp32,sampler={config.dtype},logits={config.logits}")
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
     memory = free_memory() // config.replicas
@@ -86,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
         return starting_server(
             config,
             checkpoint,
-            dtype=Precision.parse(f"fp32,sampler={config.dtype}").sampler,
+            dtype=precision.sampler,
+            logits=precision.logits.name,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
             memory=memory,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.bridge.base import BehindError, LearnerIdentity, UnavailableError
+from jaxrl.bridge.base import BehindError, UnavailableError
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.store.agent import StoreAgent
 from tests.bridge.cases import Recorder
@@ -23,9 +23,9 @@ class HostedRecorder(Recorder, abc.ABC):
         self.url = f"http://a-host:{port}"
         self.whole = 0  # times that the agent lacked a base
 
-    def connect(self, *, root: str, wire: str, sampler: str, learner: LearnerIdentity) -> None:
+    def connect(self, *, root: str, **announced: Any) -> None:
         assert root == ""
-        super().connect(root=str(self.payloads), wire=wire, sampler=sampler, learner=learner)
+        super().connect(root=str(self.payloads), **announced)
 
     def fetch(self, request: dict[str, Any]) -> Path | None:
         if self.failure is not None:

@@ -134,7 +134,9 @@ def test_lost_and_damaged_objects_are_written_again(
         for path in root.rglob(f"{kind}/*"):
             path.unlink() if lost else path.write_bytes(path.read_bytes()[:-1] + b"?")
         for server in (early, late):
-            server.connect(root="", wire="float16", sampler="float16", learner=early.learner)
+            server.connect(
+                root="", wire="float16", sampler="float16", logits="float32", learner=early.learner
+            )
             name = bring(server, learner._upload, request)
             server.update(f"{name.parent.name}/{name.name}", version=1, in_flight="keep")
             check(server, tensors)
@@ -211,7 +213,7 @@ def test_slots_of_learners_that_left_go(tmp_path: Path) -> None:
             second.publish(ListSource(weights(0)), version=0)
             assert count() == 2
             for server in servers:
-                server.connect(root="", wire="", sampler="", learner=second._learner)
+                server.connect(root="", wire="", sampler="", logits="", learner=second._learner)
             second._servers = servers
             second.publish(ListSource(weights(1)), version=1)
             assert count() == 1
@@ -237,7 +239,7 @@ def test_what_a_killed_learner_left_goes(tmp_path: Path) -> None:
 def test_adapters_travel_as_directories(tmp_path: Path) -> None:
     """vLLM may read an adapter again while requests name it: the last versions stay in place."""
     (server,) = host(tmp_path / "a")
-    server.connect(root="", wire="", sampler="", learner=LEARNER)
+    server.connect(root="", wire="", sampler="", logits="", learner=LEARNER)
     url = (tmp_path / "store").as_uri()
     upload = Upload(Store(url, None), learner=LEARNER, group="adapters", slots=3)
     delivery = through_store(upload, tmp_path, word=2)
