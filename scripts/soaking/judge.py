@@ -1,4 +1,4 @@
-"""What a soak must leave: counters that balance, true versions, level memory and descriptors."""
+"""Judgement of a soak: counters balance, versions are true, memory and descriptors stay level."""
 
 import json
 import os

@@ -135,6 +135,17 @@ LINEAR = dataclasses.replace(
     ),
     experts=Experts(count=4, per_token=2, intermediate_size=64, renormalise=True, gated_shared=64),
 )
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# A family decides which tensors are published and a dtype how their bytes are read: each once.
+PAIRS = {
+    "qwen3_tied": "float32",
+    "qwen3": "bfloat16",
+    "qwen2": "float16",
+    "llama": "bfloat16",
+    "mistral": "float32",
+    "gemma3": "bfloat16",
+    "phi3": "bfloat16",
+}
 
 
 def params(config: DecoderConfig, seed: int) -> Params:

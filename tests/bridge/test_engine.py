@@ -18,18 +18,19 @@ from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import LearnerIdentity, PoisonedError, RefusedError
 from jaxrl.bridge.manifest import Manifest
-from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.model import decoder
 from tests.bridge.cases import (
     CORRECTED,
+    DTYPES,
     EXPERTS,
     FAMILIES,
     GPT_OSS,
     LEARNER,
     LINEAR,
+    PAIRS,
     QWEN3,
     ListSource,
     params,
@@ -39,17 +40,6 @@ from tests.bridge.engines import LINUX, ChildEngine, child_engine
 
 pytestmark = LINUX
 PROMPTS = [[5, 6, 7], [9, 3, 4, 8, 10, 77, 12], [100] * 20]
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# A family decides which tensors are published and a dtype how their bytes are read: each once.
-PAIRS = {
-    "qwen3_tied": "float32",
-    "qwen3": "bfloat16",
-    "qwen2": "float16",
-    "llama": "bfloat16",
-    "mistral": "float32",
-    "gemma3": "bfloat16",
-    "phi3": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +374,7 @@ def test_the_head_computes_in_the_dtype_of_the_learners_logits(
     config = dataclasses.replace(QWEN3, tied=False)
     served = checkpoint(config, 1, tmp_path / "model", bf16)
     source = ParamsSource(params(config, 1), decoder(config).specs, dtype=bf16)
-    for head, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+    for head, other, short in (("float32", "bfloat16", "f32"), ("bfloat16", "float32", "bf16")):
         engine.open(served, "bfloat16", head=head)
         for published in range(2):
             steps = 2.0**9 * np.array(engine.call("margins", prompts=PROMPTS))
@@ -395,19 +385,9 @@ def test_the_head_computes_in_the_dtype_of_the_learners_logits(
                 with SharedMemoryPublisher([engine], **roles) as publisher:
                     publisher.publish(source, version=0)
         engine.call("disconnect")
-        short = {"float32": "f32", "bfloat16": "bf16"}[head]
         remedies = f"head_dtype.*{other}.*serve has --logits.*train with logits={short} in"
         with pytest.raises(RefusedError, match=f"head computes in {head}.*{remedies}"):
             engine.connect(root=str(tmp_path), wire="bfloat16", sampler="bfloat16", logits=other)
-
-
-def test_a_head_that_would_round_its_weights_is_refused(tmp_path: Path) -> None:
-    f32, f16 = np.dtype(np.float32), np.dtype(np.float16)
-    with pytest.raises(ValueError, match=r"round the head's weights to float16; use logits=f32"):
-        SharedMemoryPublisher([], wire=f32, sampler=f32, logits=f16)
-    options = ServerOptions(python=tmp_path, dtype="bfloat16", logits="float16")
-    with pytest.raises(ValueError, match="round the head's weights"):
-        LocalServer(tmp_path, options, log=tmp_path / "log")
 
 
 def test_a_server_with_raw_logprobs_is_refused(

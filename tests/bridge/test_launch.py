@@ -13,10 +13,12 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
 from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 STARTS = """
@@ -238,3 +240,12 @@ def test_reachable_server_needs_a_given_key(tmp_path: Path, host: str) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(repr(host))} needs a.*set JAXRL_API_KEY"):
         LocalServer(Path("model"), reachable, log=tmp_path / "log")
     assert not (tmp_path / "log").exists()
+
+
+def test_a_head_that_would_round_its_weights_is_refused(tmp_path: Path) -> None:
+    f32, f16 = np.dtype(np.float32), np.dtype(np.float16)
+    with pytest.raises(ValueError, match=r"round the head's weights to float16; use logits=f32"):
+        SharedMemoryPublisher([], wire=f32, sampler=f32, logits=f16)
+    options = ServerOptions(python=tmp_path, dtype="bfloat16", logits="float16")
+    with pytest.raises(ValueError, match="round the head's weights"):
+        LocalServer(tmp_path, options, log=tmp_path / "log")

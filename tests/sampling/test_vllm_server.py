@@ -343,8 +343,7 @@ def test_a_failed_server_is_skipped_and_recovers(material, second, monkeypatch):
     """It is killed during requests, hangs, and is killed during a publish. The other server takes
     over its requests, and each completion comes once."""
     notes: list[str] = []
-    plain = SamplingParams(max_tokens=32, temperature=0)
-    drawn = dataclasses.replace(plain, temperature=1.0)
+    plain, drawn = (SamplingParams(max_tokens=32, temperature=t) for t in (0.0, 1.0))
     mortal, port = second.url, int(second.url.rpartition(":")[2])
     failed = f"{mortal} is behind by 1 version; continuing with the other servers"
 
@@ -393,9 +392,7 @@ def test_a_failed_server_is_skipped_and_recovers(material, second, monkeypatch):
 
             monkeypatch.setattr(VllmServer, "_load", killed_meanwhile)
             assert publish(5) == 1
-            assert (
-                f"{mortal} is behind by 1 version; continuing with the other servers" in notes[-1]
-            )
+            assert failed in notes[-1]
             assert versions() == {5}
     # A run that starts while a server is down starts with the others.
     with opened(material, [mortal, material.url], note=notes.append) as serving:

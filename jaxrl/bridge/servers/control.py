@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import secrets
-import socket
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -29,13 +28,10 @@ from jaxrl.bridge.base import (
     marker,
 )
 from jaxrl.bridge.in_vllm import auth, lease, relay
+from jaxrl.bridge.servers.connection import limits, make_client
 
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
 _REST = 10  # times as long as it let a probe wait, a failed server is not probed again
-_CONNECT_TIMEOUT = 10.0  # seconds; the kernel accepts connections, however busy the server is
-# A connection is given up after 20 s in which the other end acknowledges nothing, though vLLM may
-# take its time to answer.
-_KEEP_ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
 _CONNECT = "/init_weight_transfer_engine"
 _NO_ROUTE, _NO_ENGINE = f"{_CONNECT}: 404 ", "Weight transfer not configured"
@@ -77,16 +73,7 @@ class VllmServer:
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not the http:// address of a server")
         self.url, self.connected, self.last_error, self.version = url, False, "", ""
-        self._client = httpx2.Client(
-            base_url=f"http://{parts.netloc}",
-            headers=auth.headers(api_key),
-            transport=httpx2.HTTPTransport(
-                limits=httpx2.Limits(max_keepalive_connections=0),
-                trust_env=False,  # no proxy between a run and its servers
-                socket_options=_keep_alive(),
-            ),
-            trust_env=False,
-        )
+        self._client = make_client(f"http://{parts.netloc}", headers=auth.headers(api_key))
         self._timeout = timeout
         self._init_info: dict[str, Any] = {}
         self._learner: dict[str, str] = {}
@@ -372,8 +359,7 @@ class VllmServer:
     ) -> Any:
         where, timeout = f"{method} {self.url}{path}", timeout or self._timeout
         try:
-            limits = httpx2.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT))
-            response = self._client.request(method, path, json=body, timeout=limits)
+            response = self._client.request(method, path, json=body, timeout=limits(timeout))
         except httpx2.RequestError as error:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
@@ -383,16 +369,6 @@ class VllmServer:
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
-
-
-def _keep_alive() -> list[tuple[int, int, int]]:
-    """Returns the options of `_KEEP_ALIVE` that this system has."""
-    levels = {"SO": socket.SOL_SOCKET, "TCP": socket.IPPROTO_TCP}
-    return [
-        (levels[name.partition("_")[0]], getattr(socket, name), value)
-        for name, value in _KEEP_ALIVE.items()
-        if hasattr(socket, name)
-    ]
 
 
 def _said(text: str) -> str:

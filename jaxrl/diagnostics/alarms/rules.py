@@ -11,13 +11,13 @@ from statistics import fmean
 
 import numpy as np
 
+from jaxrl.diagnostics.alarms.comparisons import fallen, grown, means, solved
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.table import Finding, Rule, rule
 
 _PROBES = 3  # averaged
 _EARLY = 5  # steps to average over during the warm-up
-_SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 
 
 @rule(
@@ -96,7 +96,7 @@ def clipping(history: History, limits: Limits) -> Finding | None:
 
     Recipes with a narrow clip, such as GSPO, clip many tokens from the beginning.
     """
-    sides = [_means(history, limits, f"clip/{side}", limits.short) for side in ("low", "high")]
+    sides = [means(history, limits, f"clip/{side}", limits.short) for side in ("low", "high")]
     share, usual = (sum(numbers) for numbers in zip(*sides, strict=True))
     limit = max(limits.clip_share, limits.clip_factor * usual)
     text = f"{share:.1%} of the tokens are clipped, {usual:.1%} in the first steps"
@@ -112,7 +112,7 @@ def clipping(history: History, limits: Limits) -> Finding | None:
 def diversity(history: History, limits: Limits) -> Finding | None:
     """Share of distinct 3-grams across prompts: below {distinct_factor} x the first steps'."""
     noun = "distinct 3-grams"
-    return _fallen(history, limits, "diversity/distinct", limits.distinct_factor, noun)
+    return fallen(history, limits, "diversity/distinct", limits.distinct_factor, noun)
 
 
 @rule(
@@ -124,13 +124,13 @@ def diversity(history: History, limits: Limits) -> Finding | None:
 def identical(history: History, limits: Limits) -> Finding | None:
     """Share of completions identical to another one of their prompt, over {window} steps: risen
     {identical_rise} of the way from the first steps' share to 1, while the task is not solved."""
-    share, usual = _means(history, limits, "diversity/identical", limits.window)
+    share, usual = means(history, limits, "diversity/identical", limits.window)
     limit = usual + limits.identical_rise * (1 - usual)
     text = (
         f"{share:.0%} of the completions equal another one of their prompt, over {limits.window} "
         f"steps, {usual:.0%} in the first steps"
     )
-    return Finding(share, limit, text) if share > limit and not _solved(history, limits) else None
+    return Finding(share, limit, text) if share > limit and not solved(history, limits) else None
 
 
 @rule(
@@ -141,7 +141,7 @@ def identical(history: History, limits: Limits) -> Finding | None:
 def repetition(history: History, limits: Limits) -> Finding | None:
     """Share of repeated 3-grams within completions: risen {repetition_rise} of the way from the
     first steps' share to 1."""
-    share, usual = _means(history, limits, "diversity/repetition", limits.short)
+    share, usual = means(history, limits, "diversity/repetition", limits.short)
     limit = usual + limits.repetition_rise * (1 - usual)
     text = f"{share:.0%} of a completion's 3-grams are repetitions, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share > limit else None
@@ -156,7 +156,7 @@ def repetition(history: History, limits: Limits) -> Finding | None:
 def formatting(history: History, limits: Limits) -> Finding | None:
     """Marks of format in each token: above {marks_share}, and above {marks_factor} x the first
     steps'."""
-    share, usual = _means(history, limits, "completion/marks", limits.short)
+    share, usual = means(history, limits, "completion/marks", limits.short)
     limit = max(limits.marks_share, limits.marks_factor * usual)
     text = f"{share:.3f} marks of format a token, {usual:.3f} in the first steps"
     return Finding(share, limit, text) if share > limit else None
@@ -169,7 +169,7 @@ def formatting(history: History, limits: Limits) -> Finding | None:
 )
 def length_limit(history: History, limits: Limits) -> Finding | None:
     """Share of truncated completions at least {truncated_share}, and 0.3 above the first steps'."""
-    share, usual = _means(history, limits, "completion/truncated", limits.short)
+    share, usual = means(history, limits, "completion/truncated", limits.short)
     limit = max(limits.truncated_share, usual + 0.3)
     text = f"{share:.0%} of the completions are truncated, {usual:.0%} in the first steps"
     return Finding(share, limit, text) if share >= limit else None
@@ -183,7 +183,7 @@ def length_limit(history: History, limits: Limits) -> Finding | None:
 def length_zero(history: History, limits: Limits) -> Finding | None:
     """Completions shorter than {length_factor} x the first steps'."""
     noun = "tokens a completion"
-    return _fallen(history, limits, "completion_length", limits.length_factor, noun)
+    return fallen(history, limits, "completion_length", limits.length_factor, noun)
 
 
 @rule(
@@ -196,8 +196,8 @@ def entropy(history: History, limits: Limits) -> Finding | None:
     """Entropy of the sampled tokens below {entropy_factor} x the first steps', while the task is
     not solved."""
     noun = "nats of entropy a token"
-    found = _fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
-    return None if _solved(history, limits) else found
+    found = fallen(history, limits, "entropy/sampled", limits.entropy_factor, noun)
+    return None if solved(history, limits) else found
 
 
 @rule(
@@ -281,7 +281,7 @@ def sequence_mismatch(history: History, limits: Limits) -> Finding | None:
     The early warning of arXiv:2510.26788.
     """
     noun = "nats of spread in the log-ratio of a completion"
-    return _grown(history, "probe/sequence_std", floor=limits.mismatch_nats, noun=noun)
+    return grown(history, "probe/sequence_std", floor=limits.mismatch_nats, noun=noun)
 
 
 @rule(
@@ -298,7 +298,7 @@ def phantom(history: History, limits: Limits) -> Finding | None:
     if len(steps) >= _PROBES and (mean := fmean(values[-_PROBES:])) > limits.phantom_share:
         text = f"{mean:.3g} {noun}, over {_PROBES} probes"
         return Finding(mean, limits.phantom_share, text, steps[-_PROBES] - 1)
-    return _grown(history, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
+    return grown(history, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
 @rule(
@@ -333,7 +333,7 @@ def _no_rise(history: History, limits: Limits) -> Finding | None:
     """
     rewards = np.array(history.series("reward").values)
     taught = "kl/teacher" in history.names
-    if len(rewards) < 2 * _EARLY or taught or _solved(history, limits):
+    if len(rewards) < 2 * _EARLY or taught or solved(history, limits):
         return None
     first, recent = float(rewards[:2].mean()), float(rewards[-_EARLY:].mean())
     noise = float(np.sqrt(np.mean(np.diff(rewards) ** 2) / 2))
@@ -362,45 +362,6 @@ def _norms_with_variance(history: History, count: int) -> list[float]:
             if len(norms) == count:
                 break
     return norms
-
-
-def _solved(history: History, limits: Limits) -> bool:
-    """Returns True if the recent mean reward is in the top tenth of the range of rewards.
-
-    Certainty and identical completions are then the goal. The range begins at the first steps' 10th
-    percentile, so that a single large penalty does not make the rest look good.
-    """
-    worst = history.first("reward/p10", limits.warmup)
-    rewards = history.last("reward", limits.short)
-    if not worst.size or not rewards.size:
-        return False
-    low, high = float(np.median(worst)), history.highest("reward/max")
-    return float(rewards.mean()) >= low + _SOLVED * (high - low)
-
-
-def _means(history: History, limits: Limits, name: str, count: int) -> tuple[float, float]:
-    """Returns the means of the last `count` values and of the first steps; NaN without them."""
-    values, first = history.last(name, count), history.first(name, limits.warmup)
-    return (float(values.mean()), float(first.mean())) if values.size else (math.nan, math.nan)
-
-
-def _fallen(
-    history: History, limits: Limits, name: str, factor: float, noun: str
-) -> Finding | None:
-    value, usual = _means(history, limits, name, limits.short)
-    text = f"{value:.3g} {noun}, {usual:.3g} in the first steps"
-    return Finding(value, factor * usual, text) if value < factor * usual else None
-
-
-def _grown(history: History, name: str, *, floor: float, noun: str) -> Finding | None:
-    """Compares the last three probes in the present precision with the first three."""
-    steps, values = history.present(name)
-    if len(steps) < 2 * _PROBES:
-        return None
-    value, first = fmean(values[-_PROBES:]), fmean(values[:_PROBES])
-    limit = max(2 * first, floor)
-    text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
-    return Finding(value, limit, text, steps[-_PROBES] - 1) if value > limit else None
 
 
 RULES = {name: found for name, found in globals().items() if isinstance(found, Rule)}

@@ -36,7 +36,8 @@ from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StorePublisher
 from tests.bridge.cases import ListSource
 from tests.bridge.protocol import processes
-from tests.bridge.protocol.processes import Background, Host, Network, Request, Server
+from tests.bridge.protocol.network import Network
+from tests.bridge.protocol.processes import Background, Host, Request, Server
 from tests.bridge.protocol.world import Bucket, KilledError, World
 
 F16 = np.dtype(np.float16)
