@@ -93,9 +93,34 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
+def test_splash_attention_with_one_kernel_for_all_gradients(sizes, monkeypatch):
+    monkeypatch.setattr(kernels, "_LARGE", (jax.devices()[0].device_kind,))
+    monkeypatch.setattr(kernels, "_BLOCKS", (1024, 128))
+    assert kernels._is_fused(256, 128, *kernels._LARGE)
+    attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
+    assert_equal(results(attend, 256, 128), expected(256, 128))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_splash_with_one_window(sizes):
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, 256, 128, window=20), results(attention, 256, 128, window=20))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "block", "fused"),
+    [
+        (4096, "TPU v6 lite", 512, True),
+        (8192, "TPU v6 lite", 1024, False),
+        (9 * 512, "TPU v6 lite", 512, False),
+        (4096, "TPU v5", 512, False),
+        (32768, "TPU v5", 512, False),
+        (768, "TPU v5", 256, False),
+    ],
+)
+def test_blocks_of_splash(tokens, kind, block, fused):
+    assert kernels._block(tokens, kind) == block
+    assert kernels._is_fused(tokens, block, kind) == fused
 
 
 def test_a_decoder_gets_what_the_devices_have():

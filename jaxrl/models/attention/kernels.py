@@ -33,7 +33,13 @@ Wanted = Kernel | Literal["auto"]
 
 _AGREEMENT = 0.05  # largest relative norm of the difference of two kernels in 16 bits
 _LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
-_BLOCKS = (512, 256, 128)  # tokens per block of splash; the first that divides a row is used
+# Tokens per block of splash; the first that divides a row is used. Blocks of 1,024 cost 8 to 10 %
+# less per score on v6e and nothing less on v5p (docs/chips.md); in short rows they mask more.
+_BLOCKS = (1024, 512, 256, 128)
+_LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
+# Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
+# queries once for each part of the keys, in their dtype, and XLA adds the parts.
+_FUSED = 4
 
 
 def choose_kernel(
@@ -297,7 +303,9 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     length, shards = q.shape[1], layout.count("length")
-    block = next(size for size in _BLOCKS if length // shards % size == 0)
+    kind = layout.mesh.devices.flat[0].device_kind
+    block = _block(length // shards, kind)
+    fused = _is_fused(length, block, kind)
     # The mask is known at compile time, so that splash leaves masked blocks out of the program.
     # Segments are compared at run time.
     if window is None:
@@ -310,9 +318,11 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            block_kv_dkv=2 * block if fused else block,
+            block_kv_dkv_compute=block,
+            block_q_dq=None if fused else block,
+            block_kv_dq=None if fused else block,
+            use_fused_bwd_kernel=fused,
         ),
         # shard_map has divided the heads; only the mask of the queries differs between devices.
         head_shards=1,
@@ -320,6 +330,19 @@ def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpre
         residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
+
+
+def _block(tokens: int, kind: str) -> int:
+    """Returns the tokens of splash's blocks, for this number of tokens of a row on a device."""
+    sizes = _BLOCKS[1:] if tokens < _LONG or kind not in _LARGE else _BLOCKS
+    return next(size for size in sizes if tokens % size == 0)
+
+
+def _is_fused(length: int, block: int, kind: str) -> bool:
+    """Tells if one kernel computes all gradients, for rows of `length` keys."""
+    wide = 2 * block
+    parts, rest = divmod(length, wide)
+    return kind in _LARGE and wide <= _BLOCKS[0] and rest == 0 and parts <= _FUSED
 
 
 def _splash(q, k, v, given: _Given, *, precision):
