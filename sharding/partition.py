@@ -70,6 +70,26 @@ class Layout:
         _check(x.shape, axes, sharding=sharding, name="activation")
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
+    def gather(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Gathers a parameter for the products of a layer, inside a compiled function: the result
+        is cut only where the rules for activations cut the same logical axis over the same mesh
+        axes. Its gradient is reduced to the parameter's own parts at once. Free on one device.
+
+        Without this XLA may cut a product along the dimension that it sums over, which writes a
+        partial sum for each device.
+
+        Raises:
+          ValueError: as `sharding`.
+        """
+        cut = self.sharding(axes)
+        used = {k: set(v) for k, v in self.rules.activations}
+        rules = {
+            k: tuple(axis for axis in v if axis in used.get(k, ()))
+            for k, v in self.rules.parameters
+        }
+        whole = _sharding(self.mesh, axes, rules=rules)
+        return weight if cut == whole else _gather(weight, cut, whole)
+
     def local(
         self,
         function: Callable[..., jax.Array],
@@ -153,6 +173,18 @@ class Layout:
             raise ValueError(f"{name}: {error}") from None
         _check(leaf.shape, leaf.axes, sharding=sharding, name=name)
         return sharding
+
+
+def _gathered(weight, cut, whole):
+    return jax.lax.with_sharding_constraint(weight, whole), None
+
+
+def _scattered(cut, whole, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, cut),)
+
+
+_gather: Any = jax.custom_vjp(lambda *args: _gathered(*args)[0], nondiff_argnums=(1, 2))
+_gather.defvjp(_gathered, _scattered)
 
 
 def _sharding(mesh: Mesh, axes: Sequence[str], *, rules: dict[str, MeshAxes]) -> NamedSharding:

@@ -30,7 +30,7 @@ _WHOLE: _Table = dict.fromkeys(
 # "routed" is the batch inside expert layers: every device with experts sees all of its tokens.
 _BATCH_CUT: _Table = {
     **dict.fromkeys(("batch", "routed"), ("data", "fsdp")),
-    **dict.fromkeys(("length", "head_dim", *_BOTH_KNOW), ()),
+    **dict.fromkeys(("length", "head_dim", "chunk", *_BOTH_KNOW), ()),
 }
 _FSDP: _Table = {"embed": "fsdp"}
 _TENSOR: _Table = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), "tensor")

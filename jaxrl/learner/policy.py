@@ -194,7 +194,7 @@ def _forward(
         hidden, imbalance, _ = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
-    tokens = (hidden, model.head(weights), batch.tokens, mask)
+    tokens = (hidden, model.gathered_head(weights), batch.tokens, mask)
     entropy = values = None
     if Need.ENTROPY in needs:
         pi, entropy = token_logprobs_and_entropy(*tokens, precision=precision)

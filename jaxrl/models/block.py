@@ -1,13 +1,14 @@
 """The transformer layer, defined once: training, prefill and decoding differ in how they find keys
 and values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.models.experts import Routing, mixture
+from jaxrl.models.heads import Settings, arrange
 from jaxrl.models.latent import project_latent, values_of_heads
 from jaxrl.models.layers import Layer, LayerContext, add_bias, project
 from jaxrl.models.linear_attention import linear_attention
@@ -99,6 +100,8 @@ def project_qkv(
         y = context.constrain(y, ("batch", "length", axis))
         if config.qk_norm == "projection":
             y = context.layer_norm(y, layer, f"{name}_norm")
+        if context.by_heads:
+            return _arranged(y, layer, table, name, axis, context=context)
         y = y.reshape(*x.shape[:2], -1, config.head_dim)
         if config.qk_norm == "head":
             y = context.layer_norm(y, layer, f"{name}_norm")
@@ -118,6 +121,30 @@ def project_qkv(
         both = q.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
         q, gate = (both[..., i, :].reshape(*x.shape[:2], -1) for i in range(2))
     return heads(q, "q", "q_heads"), heads(k, "k", "kv_heads"), heads(v, "v", "kv_heads"), gate
+
+
+def _arranged(y, layer, table, name, axis, *, context):
+    """Makes queries, keys or values of a projection [B, T, N * hd] by `heads.arrange`, on each
+    device's part."""
+    config, arrays, tokens = context.config, {"y": y}, ("batch", "length")
+    axes: dict[str, Sequence[str]] = {"y": (*tokens, axis)}
+    if name != "v":
+        own = (table.queries if name == "q" else None) or table
+        arrays |= {"cos": own.cos, "sin": own.sin}
+        axes |= dict.fromkeys(("cos", "sin"), (*tokens, "head_dim", "head_dim"))
+    if config.qk_norm == "head" and name != "v":
+        arrays["weight"] = context.norm_weight(layer[f"{name}_norm"])
+        axes["weight"] = ("head_dim",)
+    settings = Settings(config.head_dim, config.rms_norm_eps, context.precision)
+
+    def on_device(*given: jax.Array) -> jax.Array:
+        own = dict(zip(arrays, given, strict=True))
+        rotation = RopeTable(own["cos"], own["sin"]) if "cos" in own else None
+        return arrange(own["y"], rotation, own.get("weight"), settings)
+
+    output = ("batch", axis, "length", "head_dim")
+    run = context.local(on_device, inputs=tuple(axes.values()), output=output)
+    return run(*arrays.values()).swapaxes(1, 2)
 
 
 def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:

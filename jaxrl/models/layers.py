@@ -101,7 +101,8 @@ class LayerContext(NamedTuple):
     config: DecoderConfig
     precision: Precision
     constrain: Constrain = identity  # constrains the sharding of activations
-    local: Local = undivided  # runs experts on the devices that hold them
+    local: Local = undivided  # runs experts and kernels on the devices that hold their parts
+    by_heads: bool = False  # queries, keys and values are made by `heads.arrange`
 
     @property
     def absorbed(self) -> bool:
@@ -110,10 +111,13 @@ class LayerContext(NamedTuple):
 
     def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """Applies `rms_norm` as the decoder's family does."""
-        weight = weight.astype(self.precision.accumulate)
-        if self.config.norm_plus_one:
-            weight = 1 + weight
+        weight = self.norm_weight(weight)
         return rms_norm(x, weight, eps=self.config.rms_norm_eps, precision=self.precision)
+
+    def norm_weight(self, weight: jax.Array) -> jax.Array:
+        """Returns the factors of a norm, in `accumulate`."""
+        weight = weight.astype(self.precision.accumulate)
+        return 1 + weight if self.config.norm_plus_one else weight
 
     def layer_norm(self, x: jax.Array, layer: Layer, name: str) -> jax.Array:
         """Applies a norm of the layer, if its family has one there."""

@@ -19,7 +19,8 @@ from jax import lax
 
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
-from jaxrl.models.products import product, transposed_product
+from jaxrl.models.layers import Constrain, identity
+from jaxrl.models.products import product, summed_in, transposed_product
 
 
 class Chunk(NamedTuple):
@@ -27,9 +28,7 @@ class Chunk(NamedTuple):
 
     Attributes:
       positions: tokens per row; None is a quarter of the row, at least 64. Large chunks use an
-        accelerator better. With sharded rows they also save communication, because the gradient
-        of the unembedding is reduced over devices once per chunk. Small chunks fit a cache and
-        waste less at the end of a row.
+        accelerator better. Small chunks fit a cache and waste less at the end of a row.
       vocab: largest number of vocabulary entries.
     """
 
@@ -38,6 +37,17 @@ class Chunk(NamedTuple):
 
 
 DEFAULT_CHUNK = Chunk()
+_GROUPED = ("batch", "chunk", "vocab", "embed")  # of the head's gradient, if rows have parts
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The division of a batch over devices. Where there are parts, the gradient of the head is
+    summed in each over all chunks, and over devices once, at the price of a whole f32[V, D]."""
+
+    parts: int = 1  # the rows of a batch are cut into
+    constrain: Constrain = identity
 
 
 class Head(NamedTuple):
@@ -46,6 +56,7 @@ class Head(NamedTuple):
     weights: jax.Array  # [V, D], tied to the embedding or not
     cap: float | None = None  # soft cap of the logits, see `scores.soft_cap`
     temperature: float | jax.Array = 1.0  # divides the capped logits; no gradient flows to it
+    rows: Rows = Rows()
 
 
 def rounded_logits(products: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
@@ -131,6 +142,7 @@ class _Plan:
     vocab_size: int
     vocab_chunks: int
     cap: float | None
+    rows: Rows
     entropy: bool
 
     @property
@@ -170,7 +182,7 @@ def _plan(
     chunks = _vocab_chunks(vocab_size, chunk.vocab)
     if precision.sums == "fixed":  # as the sampler: one sum over the whole vocabulary
         positions, chunks = max(1, positions // chunks), 1
-    return _Plan(precision, positions, vocab_size, chunks, head.cap, entropy)
+    return _Plan(precision, positions, vocab_size, chunks, head.cap, head.rows, entropy)
 
 
 def _token_scores(
@@ -261,6 +273,7 @@ def _scores_backward(plan, residuals, cotangents):
     hidden, unembedding, slots, temperature, normaliser, entropy = residuals
     weights = _interleave(plan, unembedding)
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks
+    parts, constrain = plan.rows.parts, plan.rows.constrain
     used = jnp.arange(slots.entry.shape[1])[None, :] < slots.count[:, None]
     by_logprob, by_entropy = (
         jnp.where(used, jnp.take_along_axis(g, slots.entry, axis=1), 0) / temperature
@@ -285,8 +298,12 @@ def _scores_backward(plan, residuals, cotangents):
                 d_z = d_z * soft_cap_slope(z * temperature, plan.cap)
             d_z = d_z.astype(plan.precision.compute)
             d_h = d_h + product(d_z, weights[j], contract=(1, 0), precision=plan.precision)
-            d_w = transposed_product(d_z, h, precision=plan.precision)
-            return d_h, d_weights.at[j].add(d_w)
+            if parts == 1:
+                d_w = transposed_product(d_z, h, precision=plan.precision)
+                return d_h, d_weights.at[j].add(d_w)
+            groups = (x.reshape(parts, -1, x.shape[1]) for x in (d_z, h))
+            d_w = transposed_product(*groups, batch=(0,), precision=plan.precision)
+            return d_h, constrain(d_weights.at[:, j].add(d_w), _GROUPED)
 
         start = (jnp.zeros(h.shape, plan.precision.accumulate), d_weights)
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
@@ -294,9 +311,14 @@ def _scores_backward(plan, residuals, cotangents):
 
     start = (
         jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype),
-        jnp.zeros(weights.shape, plan.precision.accumulate),
+        constrain(jnp.zeros((parts, *weights.shape), plan.precision.accumulate), _GROUPED)
+        if parts > 1
+        else jnp.zeros(weights.shape, plan.precision.accumulate),
     )
     d_hidden, d_weights = lax.fori_loop(0, slots.trips, per_chunk, start)
+    if parts > 1:
+        d_weights = d_weights.astype(summed_in(plan.precision))
+        d_weights = lax.reduce(d_weights, jnp.zeros((), d_weights.dtype), lax.add, (0,))
     # The gradient of entry t belongs to position t - 1.
     scored, slot = (jnp.roll(x, -1, axis=1)[:, :, None] for x in (slots.scored, slots.slot))
     d_hidden = jnp.where(scored, jnp.take_along_axis(d_hidden, slot, axis=1), 0)

@@ -7,7 +7,7 @@ W is frozen. The head of a reward model is new, so it is trained whole, beside t
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,22 +71,32 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
         if not any(fnmatch.fnmatchcase(module, target) for target in targets):
             continue
         count, outputs, inputs = one.shape
+        name = path.rpartition("/")[2]
         prefix = f"base_model.model.{one.name.removesuffix('.weight')}"
         adapters[f"{path}_a"] = one._replace(
             shape=(count, rank, inputs),
-            axes=("layers", "rank", one.axes[2]),
+            axes=("layers", *axes_of(f"{name}_a", {name: one})),
             name=f"{prefix}.lora_A.weight",
             scale=(3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
         )
         adapters[f"{path}_b"] = one._replace(
             shape=(count, outputs, rank),
-            axes=("layers", one.axes[1], "rank"),
+            axes=("layers", *axes_of(f"{name}_b", {name: one})),
             name=f"{prefix}.lora_B.weight",
             scale=0.0,
         )
     if _HEAD in specs:
         adapters[_HEAD] = specs[_HEAD]._replace(name=f"base_model.model.{specs[_HEAD].name}")
     return traverse_util.unflatten_dict(adapters, sep="/")
+
+
+def axes_of(name: str, specs: Mapping[str, ParamSpec]) -> tuple[str, ...]:
+    """Returns the logical axes of one layer's parameter, which may be an adapter: "q_a" is beside
+    "q". `specs` are those that the decoder declares for the layers."""
+    if name in specs:
+        return specs[name].axes[1:]
+    _, outputs, inputs = specs[name[:-2]].axes
+    return ("rank", inputs) if name.endswith("_a") else (outputs, "rank")
 
 
 def abstract(specs: Any, *, trained: DType, kept: DType) -> Any:

@@ -29,8 +29,8 @@ from jaxrl.models.layers import (
     undivided,
 )
 from jaxrl.models.linear_attention import NOT_FIXED, NOT_SHARED, recur_rows
-from jaxrl.models.logprobs import Head
-from jaxrl.models.lora import attach, frozen, trainable
+from jaxrl.models.logprobs import Head, Rows
+from jaxrl.models.lora import attach, axes_of, frozen, trainable
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, Specs
@@ -84,6 +84,8 @@ class Model(NamedTuple):
     hidden_routed: Callable[..., Routed] | None = None  # None for a dense decoder
     local: Local = undivided
     temperature: float = 1.0
+    gather: Constrain = identity
+    rows: Rows = Rows()
 
     def hidden_of(
         self, params: Params, batch: TokenBatch, *, precision: Precision | str
@@ -102,6 +104,12 @@ class Model(NamedTuple):
         """Returns the output layer of a language model."""
         return Head(self.unembedding(params), self.config.logit_cap, self.temperature)
 
+    def gathered_head(self, params: Params) -> Head:
+        """Returns `head` as the learner uses it: gathered once for all chunks of positions."""
+        head = self.head(params)
+        weights = self.gather(head.weights, ("vocab", "embed"))
+        return head._replace(weights=weights, rows=self.rows)
+
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
         return hash((self.config, self.hidden))
 
@@ -110,6 +118,8 @@ _policies = jax.checkpoint_policies
 
 # Results kept for the backward pass; the rest is recomputed.
 _REMAT: dict[str, Callable[..., Any]] = {
+    # On a mesh, where it would keep gathered weights.
+    "none": lambda primitive, *_, **__: primitive.name != "sharding_constraint",
     "matmuls": keeping(_policies.save_only_these_names(OUTPUT, KEPT)),
     "attention": keeping(_policies.save_only_these_names(KEPT)),
     "layer": _policies.nothing_saveable,
@@ -123,6 +133,9 @@ def decoder(
     remat: str = "none",
     constrain: Constrain = identity,
     local: Local = undivided,
+    gather: Constrain | None = None,
+    parts: int = 1,
+    by_heads: bool = False,
     attend: Attend = attention,
 ) -> Model:
     """Builds a decoder-only transformer.
@@ -135,24 +148,31 @@ def decoder(
         everything but attention. "layer": everything; only each layer's input is kept.
       constrain: constrains the sharding of activations.
       local: runs experts on the devices that hold them.
+      gather: gathers a layer's parameters before its products; None on a single device.
+      parts: parts that the rows of a batch are cut into.
+      by_heads: as in `LayerContext`.
       attend: attention, see `kernels.attend_by`.
 
     Raises:
       ValueError: for an unknown `remat`.
     """
-    if remat != "none" and remat not in _REMAT:
-        raise ValueError(f"remat={remat!r}; expected one of {', '.join(('none', *_REMAT))}")
+    if remat not in _REMAT:
+        raise ValueError(f"remat={remat!r}; expected one of {', '.join(_REMAT)}")
+    specs = param_specs(config)
 
     def run(params, tokens, rows, precision, *, routed=False, recorded=None):
         positions, segments, seen_until = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
         seen = segments if seen_until is None else Tree(seen_until, positions)
-        context = LayerContext(config, precision, constrain, local)
+        context = LayerContext(config, precision, constrain, local, by_heads)
         tables = context.rope_tables(positions)
 
         def layer_of(group, x, layer, replay):
             x, layer = _in_turn(x, layer, config)
+            own = specs[group.name]
+            if gather is not None:
+                layer = {k: gather(v, axes_of(k, own)) for k, v in layer.items()}
 
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
@@ -165,7 +185,7 @@ def decoder(
             x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
             return x, _observed(routing, segments) if routed and routing is not None else None
 
-        if remat != "none":
+        if remat != "none" or gather is not None:
             layer_of = jax.checkpoint(
                 layer_of, policy=_REMAT[remat], prevent_cse=_periodic(config), static_argnums=(0,)
             )
@@ -195,7 +215,16 @@ def decoder(
         return frozen(params)["embed" if config.tied else "head"]
 
     routed = None if config.experts is None else hidden_routed
-    return Model(config, param_specs(config), hidden, unembedding, routed, local)
+    return Model(
+        config,
+        specs,
+        hidden,
+        unembedding,
+        routed,
+        local,
+        gather=gather or identity,
+        rows=Rows(parts, constrain),
+    )
 
 
 def _periodic(config: DecoderConfig) -> bool:

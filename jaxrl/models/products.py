@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.half_bits import from_bits, to_bits
-from jaxrl.core.precision import Precision
+from jaxrl.core.precision import DType, Precision
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
 OUTPUT = "product"
@@ -34,7 +34,13 @@ _WIDEST = 2048
 
 
 def product(
-    x: jax.Array, y: jax.Array, *, contract: tuple[int, int], batch: Axes = (), precision: Precision
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    contract: tuple[int, int],
+    batch: Axes = (),
+    precision: Precision,
+    result: DType | None = None,
 ) -> jax.Array:
     """Multiplies two arrays, as `lax.dot_general` does.
 
@@ -44,9 +50,10 @@ def product(
       contract: the axis of `x` and the axis of `y` that are summed over.
       batch: axes that both operands have in the same places.
       precision: the dtype policy.
+      result: dtype of the result; None is `accumulate`. Devices add their parts of a sum in it.
 
     Returns:
-      The batch axes, the other axes of `x`, the other axes of `y`; in `accumulate`.
+      The batch axes, the other axes of `x`, the other axes of `y`.
     """
     terms = x.shape[contract[0]]
     if precision.sums == "fixed" and terms > ADDED:
@@ -72,7 +79,7 @@ def product(
         x.astype(precision.compute),
         dimension_numbers=(((contract[0],), (contract[1],)), (batch, batch)),
         precision=precision.algorithm,
-        preferred_element_type=precision.accumulate,
+        preferred_element_type=result or precision.accumulate,
     )
     y = y.astype(precision.compute)
     last, width = y.ndim - 1, max(64, _SMALL // y.shape[contract[1]] // 64 * 64)
@@ -172,11 +179,23 @@ def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
     return total if group else jnp.asarray(stacked)
 
 
+def summed_in(precision: Precision) -> DType:
+    """Returns the dtype in which devices add the gradient of a matrix: `grads` if `compute` is the
+    same, so that no microbatch rounds it twice, else `accumulate`."""
+    narrow = precision.grads == precision.compute and precision.sums == "any"
+    return precision.grads if narrow else precision.accumulate
+
+
 def transposed_product(
-    x: jax.Array, y: jax.Array, *, batch: Axes = (), precision: Precision
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    batch: Axes = (),
+    precision: Precision,
+    result: DType | None = None,
 ) -> jax.Array:
     """Computes `x.T @ y` for matrices behind the `batch` axes: [..., N, A] and [..., N, B] ->
-    [..., A, B], in `accumulate`.
+    [..., A, B], in `result` as `product` does.
 
     On CPU, XLA has bf16 kernels for plain products of row-major arrays only. It converts other
     operands to f32, which is five times slower where there are bf16 units, or fails at run time. So
@@ -184,16 +203,16 @@ def transposed_product(
     is flat, or XLA would see its layout. A second barrier does the same for the result. If `x` is
     the wider operand, `y` and the result are transposed instead.
     """
-    rows = len(batch)
+    rows, result = len(batch), result or precision.accumulate
     dot = functools.partial(product, contract=(rows + 1, rows), batch=batch, precision=precision)
 
     def plain(x: jax.Array, y: jax.Array) -> jax.Array:
-        return dot(jnp.swapaxes(x, -1, -2), y)
+        return dot(jnp.swapaxes(x, -1, -2), y, result=result)
 
     def guarded(x: jax.Array, y: jax.Array) -> jax.Array:
         columns = jnp.swapaxes(x, -1, -2)
         flat = lax.optimization_barrier(columns.reshape(-1))
-        return lax.optimization_barrier(dot(flat.reshape(columns.shape), y))
+        return lax.optimization_barrier(dot(flat.reshape(columns.shape), y)).astype(result)
 
     def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.swapaxes(guarded(y, x), -1, -2)
@@ -220,7 +239,7 @@ def _matmul_forward(x, weight, precision):
 def _matmul_backward(precision, residuals, dy):
     x, weight = residuals
     dx = product(dy, weight, contract=(1, 0), precision=precision)
-    dweight = transposed_product(dy, x, precision=precision)
+    dweight = transposed_product(dy, x, precision=precision, result=summed_in(precision))
     return dx.astype(precision.activations), dweight.astype(weight.dtype)
 
 

@@ -48,13 +48,21 @@ def sent_somewhere(rollout: Rollout, config: DecoderConfig) -> Rollout:
     return rollout._replace(experts=others % config.experts.count)
 
 
-def run(layout: Layout, config: DecoderConfig, *, offload: bool = False):
+def run(layout: Layout, config: DecoderConfig, *, offload: bool = False, remat: str = "none"):
     """Scores, gradient (as Adam's first moment), metrics and parameters after two steps."""
     terms = {} if config.experts is None else {"balance": 0.1}
     if config is tiny.MOE:  # what these add does not depend on the family
         terms |= {"top_entropy": 0.5, "positive_nll": 0.1, "observation_nll": 0.1}
     attend = kernels.attend_by("auto", layout=layout, config=config)
-    model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
+    model = decoder(
+        config,
+        remat=remat,
+        constrain=layout.constrain,
+        local=layout.local,
+        gather=layout.gather if layout.mesh.size > 1 else None,
+        parts=layout.count("batch"),
+        attend=attend,
+    )
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,
@@ -135,6 +143,15 @@ def test_a_mesh_changes_nothing_but_rounding(preset, sizes, config):
     assert_close(scores, expected[0], rtol=1e-5)
     assert_close(moments, expected[1], rtol=2e-5)
     assert metrics == pytest.approx(expected[2], rel=1e-4, abs=1e-6)
+    assert_close(params, expected[3], rtol=1e-4)
+
+
+def test_layers_that_are_recomputed_on_a_mesh_change_nothing():
+    layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
+    scores, moments, _, params = run(layout, tiny.CONFIG, remat="layer")
+    expected = on_one_device(tiny.CONFIG)
+    assert_close(scores, expected[0], rtol=1e-5)
+    assert_close(moments, expected[1], rtol=2e-5)
     assert_close(params, expected[3], rtol=1e-4)
 
 

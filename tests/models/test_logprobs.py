@@ -8,9 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from jaxrl.core.precision import PRESETS, parse
-from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
+from jaxrl.core.precision import PRESETS as PRECISIONS, parse
+from jaxrl.models.logprobs import Chunk, Head, Rows, token_logprobs, token_logprobs_and_entropy
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
+from jaxrl.sharding.traffic import collectives
 
 F64 = parse("fp32,compute=f64,activations=f64,logits=f64")
 FP32 = parse("fp32")
@@ -106,7 +109,7 @@ def test_entropy_is_optional(x64):
 @pytest.mark.parametrize("name", ["fp32", "bf16_master"])
 def test_entropy_leaves_the_bits_of_the_logprobs(name):
     """Those of the shadow, which has an entropy, are compared with those of the score."""
-    precision, rng = PRESETS[name], np.random.default_rng(0)
+    precision, rng = PRECISIONS[name], np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(8, 96, 64)), precision.activations)
     head = Head(jnp.asarray(rng.normal(size=(97, 64)) * 0.05, precision.compute))
     tokens, mask = jnp.asarray(rng.integers(0, 97, (8, 96))), jnp.asarray(rng.random((8, 96)) < 0.7)
@@ -237,6 +240,35 @@ def test_sharded_equals_single_device():
     )
     single = jax.jit(step)(hidden, unembedding, tokens, mask)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), sharded, single)
+
+
+def test_the_head_is_gathered_and_its_gradient_reduced_once():
+    """Whatever the number of chunks of positions: their loops send nothing."""
+    layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
+    hidden, unembedding, tokens, mask, cotangents = inputs(
+        batch=8, length=16, width=8, vocab=48, dtype=np.float32
+    )
+    axes, rows = ("vocab", "embed"), Rows(layout.count("batch"), layout.constrain)
+
+    def gradient(unembedding, hidden, *, gathered=True):
+        def loss(weights):
+            head = Head(layout.gather(weights, axes), rows=rows) if gathered else Head(weights)
+            scores = token_logprobs_and_entropy(
+                hidden, head, tokens, mask, precision=FP32, chunk=Chunk(4, 16)
+            )
+            return jnp.sum(jnp.stack(scores) * cotangents)
+
+        return jax.grad(loss)(unembedding)
+
+    cut = layout.sharding(axes)
+    given = (cut, layout.batch(("batch", "length", "embed")))
+    step = jax.jit(gradient, in_shardings=given, out_shardings=cut)
+    text = step.lower(unembedding, hidden).compile().as_text() or ""
+    once, often = (collectives(text, trips=lambda _, n=n: n) for n in (1, 9))
+    assert once == often
+    assert once["all-gather"].size >= unembedding.nbytes
+    single = jax.jit(functools.partial(gradient, gathered=False))(unembedding, hidden)
+    np.testing.assert_allclose(step(unembedding, hidden), single, atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp32", 2 * 4), ("bf16_master", 3 * 4)])

@@ -109,6 +109,23 @@ def test_compiled_products_follow_the_precision(name):
             assert width <= {SHORT[side.compute.name], "f32"}, (program, line)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16_master", "f32"), ("bf16", "bf16")])
+def test_accelerators_sum_gradients_over_devices_in_grads(name, dtype):
+    """A device's part of a sum has the dtype of its product."""
+    precision = parse(name)
+
+    def gradient(x, weight, dy):
+        return jax.vjp(lambda w: matmul(x, w, precision=precision), weight)[1](dy)
+
+    shapes = [(256, 64), (128, 64), (256, 128)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = jax.jit(gradient).trace(*arguments)
+    for platform in ("tpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        (found,) = re.findall(r"dot_general .*-> tensor<128x64x(\w+)>", text)
+        assert found == dtype
+
+
 def has_bf16_units() -> bool:
     cpu = Path("/proc/cpuinfo")
     return cpu.exists() and "avx512_bf16" in cpu.read_text()

@@ -1,0 +1,69 @@
+"""The TPU's kernels for norm, rope and order of heads equal the plain form, gradients too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.core.precision import parse
+from jaxrl.models.heads import Settings, arrange
+from jaxrl.models.rope import Rope, rope_table
+
+BATCH, LENGTH, HEADS, SIZE = 2, 256, 3, 128
+
+
+def results(*, normed, turned, interpret, precision="bf16_master", share=1.0):
+    precision, rng = parse(precision), np.random.default_rng(0)
+    dtype = precision.activations
+    y = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS * SIZE)), dtype)
+    dout = jnp.asarray(rng.normal(size=(BATCH, HEADS, LENGTH, SIZE)), dtype)
+    weight = jnp.asarray(rng.normal(size=SIZE), jnp.float32) if normed else None
+    positions = jnp.asarray(np.tile(np.arange(LENGTH) % 100, (BATCH, 1)))
+    rope = Rope(share=share)
+    table = rope_table(positions, rope=rope, head_dim=SIZE, precision=precision)
+    settings = Settings(SIZE, 1e-6, precision, interpret)
+
+    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    def both(y, weight):
+        def made(y, weight):
+            return arrange(y, table if turned else None, weight, settings)
+
+        out, backward = jax.vjp(made, y, weight)
+        return out, backward(dout)
+
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), both(y, weight))
+
+
+def plain(monkeypatch, **form):
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxrl.models.heads._LANES", 10**9)
+        return results(interpret=False, **form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"normed": True, "turned": True},
+        {"normed": False, "turned": True},
+        {"normed": False, "turned": False},
+    ],
+)
+def test_kernels_equal_the_plain_form(form, monkeypatch):
+    out, (dy, dweight) = results(interpret=True, **form)
+    expected, (dy_expected, dweight_expected) = plain(monkeypatch, **form)
+    # Both round at the same places, after sums that differ in their order.
+    for found, wanted in ((out, expected), (dy, dy_expected)):
+        assert np.mean(found != wanted) < 0.01
+        np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=2**-7)
+    if form["normed"]:
+        np.testing.assert_allclose(dweight, dweight_expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", [{"precision": "fp32"}, {"share": 0.5}])
+def test_other_forms_are_plain(form):
+    """Without interpret mode a kernel could not run here."""
+    out, (dy, _) = results(normed=True, turned=True, interpret=False, **form)
+    assert out.shape == (BATCH, HEADS, LENGTH, SIZE)
+    assert np.abs(dy).max() > 0
