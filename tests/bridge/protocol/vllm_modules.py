@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
-from unittest import mock
 
 _A, _B = TypeVar("_A"), TypeVar("_B")
 
@@ -26,10 +25,16 @@ def _nothing(*_: Any) -> None:
     """Opens or closes a model that takes weights at any time."""
 
 
+def _alone() -> SimpleNamespace:
+    """Returns the group of a server's only worker."""
+    return SimpleNamespace(world_size=1)
+
+
 _NAMES: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm.config": {"ModelConfig": object},
     "vllm.distributed": {},
+    "vllm.distributed.parallel_state": {"get_pp_group": _alone, "get_tp_group": _alone},
     "vllm.distributed.weight_transfer": {},
     "vllm.distributed.weight_transfer.base": {
         "WeightTransferEngine": _Engine,
@@ -38,6 +43,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "vllm.model_executor": {},
     "vllm.model_executor.layers": {},
+    "vllm.model_executor.layers.logits_processor": {"LogitsProcessor": type("Logits", (), {})},
     "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": type("Head", (), {})},
     "vllm.model_executor.model_loader": {},
     "vllm.model_executor.model_loader.reload": {
@@ -58,12 +64,16 @@ def engine_class() -> Any:
     modules = {key: ModuleType(key) for key in _NAMES}
     for key, values in _NAMES.items():
         vars(modules[key]).update(values)
-    with mock.patch.dict(sys.modules, modules):
-        sys.modules.pop(name, None)
+    # Nothing else leaves again: torch, which the engine imports, cannot be loaded twice.
+    kept = {key: sys.modules.pop(key) for key in (*_NAMES, name) if key in sys.modules}
+    sys.modules.update(modules)
+    try:
         from jaxrl.bridge.in_vllm import engine
 
-        found = engine.BridgeEngine
-    sys.modules.pop(name, None)
-    with contextlib.suppress(AttributeError):
-        del in_vllm.engine
-    return found
+        return engine.BridgeEngine
+    finally:
+        for key in (*_NAMES, name):
+            sys.modules.pop(key, None)
+        sys.modules.update(kept)
+        with contextlib.suppress(AttributeError):
+            del in_vllm.engine
