@@ -21,6 +21,7 @@ VLLM = [
     "vllm",
     "vllm.config",
     "vllm.distributed.weight_transfer.base",
+    "vllm.model_executor.layers.logits_processor",
     "vllm.model_executor.layers.vocab_parallel_embedding",
     "vllm.model_executor.model_loader.reload",
     "vllm.model_executor.model_loader.reload.layerwise",
