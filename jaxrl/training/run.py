@@ -24,6 +24,7 @@ from jaxrl.data import end_note, length_line, marked_text, one_line
 from jaxrl.diagnostics import Score
 from jaxrl.environments import EpisodeRunner
 from jaxrl.learner import Checkpoints, State
+from jaxrl.losses import Recipe
 from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 from jaxrl.tracking.samples import Samples
@@ -130,10 +131,9 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             tracker=tracker,
         )
         attention = learning.check_attention(config)
-        anchor = anchor_note(recipe, updates=config.train.updates_per_rollout)
-        notes = _notes(config, task, teaches=teaches, hosts=hosts)
+        notes = _notes(config, task, recipe=recipe, teaches=teaches, hosts=hosts)
         lines = (*repaired, _beginning(run, progress, start), *tried, *notes, change)
-        for line in filter(None, (*lines, attention, learning.rows_note, anchor)):
+        for line in filter(None, (*lines, attention, learning.rows_note)):
             tracker.note(line)
         yield run, state, progress
 
@@ -209,7 +209,9 @@ def _open_tracker(
     )
 
 
-def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> Iterator[str]:
+def _notes(
+    config: Config, task: TaskData, *, recipe: Recipe, teaches: bool, hosts: Hosts
+) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
@@ -218,6 +220,8 @@ def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> It
         yield f"the first: {one_line(marked_text(task.tokenizer, examples[0].tokens))}"
     if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
         yield end
+    if skipped := anchor_note(recipe, updates=config.train.updates_per_rollout):
+        yield skipped
     if (advice := disagreement(config.precision)) is not None:
         yield f"learner and sampler compute differently: {advice}"
     if teaches:
