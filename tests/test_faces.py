@@ -20,6 +20,7 @@ from tests.faces import FACES, ROOT, listed, public, stub
 VLLM = [
     "vllm",
     "vllm.config",
+    "vllm.distributed.parallel_state",
     "vllm.distributed.weight_transfer.base",
     "vllm.model_executor.layers.logits_processor",
     "vllm.model_executor.layers.vocab_parallel_embedding",
