@@ -304,11 +304,11 @@ def test_failed_load_poisons_until_a_complete_one(serving: Serving) -> None:
 
 def test_workers_go_on_together_or_not_at_all(serving: Serving) -> None:
     """A worker that goes on alone would mix its half of the weights with the others' old one."""
-    serving.engine.call("fails_elsewhere", call=0, text="Too many open files")
+    serving.engine.call("fails_elsewhere", at=0, text="Too many open files")
     with pytest.raises(RefusedError, match="another worker of the server: Too many open files"):
         serving.update()
     assert serving.engine.generate(PROMPTS) == serving.outputs
-    serving.engine.call("fails_elsewhere", call=1, text="the memory went away")
+    serving.engine.call("fails_elsewhere", at=1, text="the memory went away")
     with pytest.raises(PoisonedError, match="another worker of the server: the memory went away"):
         serving.update()
     assert serving.engine.call("version") == "5"

@@ -104,14 +104,14 @@ class Engine:
 
         self._after(tensors, remove)
 
-    def fails_elsewhere(self, call: int, text: str) -> None:
+    def fails_elsewhere(self, at: int, text: str) -> None:
         """Makes another worker report an error, at its check (0) or at its load (1)."""
         from jaxrl.bridge.in_vllm import engine
 
-        calls = iter(range(call + 1))
+        calls = iter(range(at + 1))
 
         def in_others(own: str) -> str:
-            if next(calls) < call:
+            if next(calls) < at:
                 return own
             engine._in_others = whole
             return own or text

@@ -141,6 +141,8 @@ def loaded(material: Material):
 
 
 def test_whole_weights_are_refused(material: Material) -> None:
+    assert VllmServer(material.url).is_stock()
+    assert VllmServer("http://127.0.0.1:1").is_stock() is None
     with (
         pytest.raises(ValueError, match=r"takes no weights; start it with jaxrl serve"),
         opened(material, [material.url], note=print),

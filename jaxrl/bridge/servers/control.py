@@ -33,8 +33,8 @@ from jaxrl.bridge.servers.connection import limits, make_client
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
 _REST = 10  # times as long as it let a probe wait, a failed server is not probed again
 _WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
-_CONNECT = "/init_weight_transfer_engine"
-_NO_ROUTE, _NO_ENGINE = f"{_CONNECT}: 404 ", "Weight transfer not configured"
+_VERSION = "/weight_info"
+_NO_ROUTE = f"{_VERSION}: 404 "
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
 
@@ -115,19 +115,13 @@ class VllmServer:
         )
 
     def is_stock(self) -> bool | None:
-        """Tells whether the server has no engine that takes weights; None if it does not answer.
-
-        jaxrl's engine refuses an empty announcement; any other vLLM does not know the route, or
-        says that it has no engine.
-        """
+        """Tells whether the server has no routes for weights; None if it does not answer."""
         try:
-            self._call("POST", _CONNECT, {"init_info": {}}, timeout=_PROBE_TIMEOUT)
+            self._call("GET", _VERSION, timeout=_PROBE_TIMEOUT)
         except _UnreachableError:
             return None
-        except RefusedError:
-            return False
         except ControlError as error:
-            return _NO_ROUTE in str(error) or _NO_ENGINE in str(error)
+            return _NO_ROUTE in str(error)
         return False
 
     def fail(self, error: Exception) -> None:
@@ -194,7 +188,7 @@ class VllmServer:
             if self.connected:
                 found = self.weight_version()
             else:
-                found = self._probe("/weight_info")["weight_version"]
+                found = self._probe(_VERSION)["weight_version"]
         self.connected = found == self._label(label)
         return self.connected
 
@@ -220,7 +214,7 @@ class VllmServer:
     def weight_version(self) -> str:
         """Returns the version and the learner's session that the server reports, separated by "@",
         or "default" before the first publish."""
-        return self._call("GET", "/weight_info")["weight_version"]
+        return self._call("GET", _VERSION)["weight_version"]
 
     def dtypes(self) -> tuple[str, str]:
         """Returns the dtypes that the server and its head compute in, such as "bfloat16" and
@@ -278,7 +272,7 @@ class VllmServer:
 
     def _connect(self) -> None:
         self.connected = self._admitted = False
-        self._call("POST", _CONNECT, {"init_info": self._init_info})
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": self._init_info})
         self.connected = self._admitted = True
         self._read_version()
 
