@@ -5,6 +5,7 @@ from .adapters import (
     in_place as in_place,
 )
 from .base import (
+    BehindError as BehindError,
     LearnerIdentity as LearnerIdentity,
     PoisonedError as PoisonedError,
     RefusedError as RefusedError,

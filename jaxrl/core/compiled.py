@@ -16,11 +16,7 @@ from jaxrl.core.precision import SUMS, Precision
 
 
 def jit(
-    function: Callable[..., Any],
-    *,
-    sums: str = "any",
-    device: jax.Device | None = None,
-    **options: Any,
+    function: Callable[..., Any], *, sums: str = "any", device: Any = None, **options: Any
 ) -> Any:
     """Compiles as `jax.jit` does, keeps every cast, and sets `compiler_flags`.
 
@@ -36,7 +32,7 @@ def jit(
     Args:
       function: the function to compile.
       sums: as in the dtype policy that the function computes with.
-      device: one of the devices to compile for; by default the first of `jax.devices()`.
+      device: one `jax.Device` of those to compile for; by default the first of `jax.devices()`.
       options: options of `jax.jit`.
 
     Returns:

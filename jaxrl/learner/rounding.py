@@ -50,10 +50,11 @@ def publish_metrics(old: Any, new: Any, *, precision: Precision) -> Metrics:
 
 
 def reporting_publish(
-    step: Callable[..., Any], *, params_of: Callable[[Any], Any], precision: Precision
+    step: Callable[..., Any], *, params_of: Callable[[Any], Any], precision: Precision | str
 ) -> Callable[..., Any]:
     """Adds `publish_metrics` to a step (state, minibatch) -> (state, metrics), unless samplers get
     the parameters as they are. `params_of` returns those of a state."""
+    precision = Precision.of(precision)
     if min(precision.wire.itemsize, precision.sampler.itemsize) >= precision.params.itemsize >= 4:
         return step
 

@@ -162,7 +162,8 @@ def test_a_host_that_cannot_read_the_store_gets_no_base(servers, tmp_path):
     publisher.publish(adapted(3), version=3)
     assert based == [["http://a", "http://b"], ["http://b"]]
     assert [server.label for server in servers] == ["0", "3"]
-    assert len(servers[1].adapters) == 1
+    # Requests in flight may name the version before.
+    assert servers[1].adapters.keys() == servers[0].adapters.keys()
 
 
 def test_a_returning_server_gets_base_and_adapter(publisher, servers):

@@ -118,20 +118,21 @@ def test_run_finds_the_servers_key(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     made, used = api_key.server_key("127.0.0.1"), []
 
-    class Client:
-        def __init__(self, *_, headers, **__):
-            used.append(headers)
+    class Control:
+        url = "http://127.0.0.1:8000"
 
-        def close(self):
-            pass
+        def __init__(self, *_, api_key, **__):
+            used.append(auth.headers(api_key))
 
-    def control(*_, api_key, **__):
-        used.append(auth.headers(api_key))
+        def is_stock(self):
+            return False
+
+    def client(*_, headers, **__):
+        used.append(headers)
         raise StartedError
 
-    monkeypatch.setattr(sampler, "VllmSampler", Client)
-
-    monkeypatch.setattr(sampler, "VllmServer", control)
+    monkeypatch.setattr(sampler, "VllmServer", Control)
+    monkeypatch.setattr(sampler, "VllmSampler", client)
     config = run_config(tmp_path, sampler__name="vllm", sampler__url="http://127.0.0.1:8000")
     with pytest.raises(StartedError), opened(config, tmp_path):
         pass
