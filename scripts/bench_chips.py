@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from jaxrl.commands import options
+from jaxrl.commands.plan.chips import TPUS
 from jaxrl.commands.plan.command import PlanConfig, parser
 from jaxrl.commands.plan.topology import open_topology
 
@@ -20,7 +21,7 @@ def main() -> None:
     own.add_argument("--hlo", type=Path, help="keep the compiled program as text")
     kept, rest = own.parse_known_args()
     config, given = options.parse_arguments(parser(), PlanConfig, rest)
-    if given.topology is None or given.topology.partition(":")[0] not in ("v5e", "v5p", "v6e"):
+    if given.topology is None or given.topology.partition(":")[0] not in TPUS:
         sys.exit("--topology: expected TPUs such as v5p:2x2x2")
     topology = open_topology(given.topology)
 
@@ -53,10 +54,7 @@ def main() -> None:
     )
     chip = given.topology.partition(":")[0]
 
-    def trips(depth: int) -> int:
-        return loops[min(depth, 1)]
-
-    found = chips.by_cause(text, chip=chip, trips=trips, heads=of_heads, head_dim=sizes.head_dim)
+    found = chips.by_cause(text, chip=chip, trips=loops, heads=of_heads, head_dim=sizes.head_dim)
     total = sum(found.values(), chips.Cost())
     for cause, cost in {**found, "total": total}.items():
         share = cost.seconds / total.seconds
@@ -64,7 +62,7 @@ def main() -> None:
     flops = 3 * forward_flops(sizes, step.model.specs, rows=rows, length=config.row_length)
     peak = topology.chip.units["bf16"] * len(topology.devices)
     print(f"of peak                             {flops / peak / total.seconds:8.1%}")
-    for kind, traffic in collectives(text, trips=trips).items():
+    for kind, traffic in collectives(text, trips=loops).items():
         print(f"{kind:36}{traffic.sent / 2**30:8.2f} GiB sent in {traffic.count}")
     print(f"temporaries                         {memory.temp_size_in_bytes / 2**30:8.2f} GiB")
 

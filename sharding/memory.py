@@ -8,14 +8,18 @@ from typing import NamedTuple
 from jaxrl.sharding import hlo
 from jaxrl.sharding.hlo import Computation, Instruction, Program
 
+_UNKNOWN = 2**63 - 1  # cycles, of an instruction without an estimate
 _VIEWS = ("bitcast", "bitcast-convert", "reshape", "get-tuple-element")  # inside a fusion
-_CONTROL = ("while", "conditional", "call")
+_CONTROL = ("while", "conditional", "call", "call-start")  # the last on a TPU's SparseCore
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
 
 
 class Work(NamedTuple):
     """Work of one instruction, in all its executions."""
 
+    instruction: Instruction
+    computation: str  # that it stands in
+    times: int  # executions
     read: float  # bytes of device memory
     written: float
     flops: float  # of its matrix products; those of kernels that XLA does not see are missing
@@ -61,8 +65,9 @@ def program_work(text: str, *, trips: Sequence[int]) -> Iterator[Work]:
             read, written = _moved(one, inside, program)
             flops = _flops(one, inside, program)
         cycles = re.search(r'"estimated_cycles":"(\d+)"', one.line)
-        estimated = float(cycles[1]) if cycles else 0.0
-        yield Work(times * read, times * written, times * flops, times * estimated)
+        estimated = int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else 0
+        numbers = (times * number for number in (read, written, flops, estimated))
+        yield Work(one, name, times, *numbers)
 
 
 def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTraffic:

@@ -96,6 +96,12 @@ PRODUCT = """
   ROOT %c = f32[64,48]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf
 }
 
+%offloaded () -> () {
+  %k = f32[8]{0:T(1024)} constant({...})
+  %l = f32[8]{0:T(1024)} negate(%k), backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %n = () tuple()
+}
+
 ENTRY %main (x: bf16[64,32], y: bf16[32,48], p: bf16[4,8,32], q: bf16[4,32,16]) -> f32[64,48] {
   %x = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
   %y = bf16[32,48]{1,0:T(8,128)(2,1)} parameter(1)
@@ -103,6 +109,8 @@ ENTRY %main (x: bf16[64,32], y: bf16[32,48], p: bf16[4,8,32], q: bf16[4,32,16]) 
   %q = bf16[4,32,16]{2,1,0:T(8,128)(2,1)} parameter(3)
   %batched = f32[4,8,16]{2,1,0:T(8,128)} convolution(%p, %q), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf, backend_config={"estimated_cycles":"700"}
   %summed = f32[1,8,16]{2,1,0:T(8,128)} convolution(%p, %q), window={size=4}, dim_labels=0bf_0io->0bf
+  %begun = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%offloaded
+  %ended = () call-done(%begun)
   ROOT %z = f32[64,48]{1,0:T(8,128)} fusion(%x, %y), kind=kOutput, calls=%product, backend_config={"estimated_cycles":"90"}
 }
 """  # noqa: E501
@@ -116,3 +124,5 @@ def test_products_and_cycles_of_a_tpu_program():
         (each, 0),
         (2 * 64 * 32 * 48, 90),
     ]
+    negated = [one for one in program_work(PRODUCT, trips=()) if one.computation == "offloaded"]
+    assert [(one.read, one.written, one.cycles) for one in negated] == [(32, 32, 0)]
