@@ -43,11 +43,7 @@ def make_decoder(
     return decoder(
         config,
         remat=remat,
-        constrain=layout.constrain,
-        local=layout.local,
-        gather=layout.gather if layout.mesh.size > 1 else None,
-        parts=layout.count("batch"),
-        by_heads=layout.mesh.devices.flat[0].platform == "tpu",
+        layout=layout,
         attend=models.attend_by(attention, layout=layout, config=config),
     )
 

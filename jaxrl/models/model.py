@@ -34,6 +34,7 @@ from jaxrl.models.lora import attach, axes_of, frozen, trainable
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.spec import Params, Specs
+from jaxrl.sharding.partition import Layout
 
 
 class Hidden(Protocol):
@@ -131,11 +132,7 @@ def decoder(
     config: DecoderConfig,
     *,
     remat: str = "none",
-    constrain: Constrain = identity,
-    local: Local = undivided,
-    gather: Constrain | None = None,
-    parts: int = 1,
-    by_heads: bool = False,
+    layout: Layout | None = None,
     attend: Attend = attention,
 ) -> Model:
     """Builds a decoder-only transformer.
@@ -146,11 +143,7 @@ def decoder(
         and other cheap operations; outputs of projections and attention are kept. This takes less
         than half of the memory and is the fastest on CPU, because less is written. "attention":
         everything but attention. "layer": everything; only each layer's input is kept.
-      constrain: constrains the sharding of activations.
-      local: runs experts on the devices that hold them.
-      gather: gathers a layer's parameters before its products; None on a single device.
-      parts: parts that the rows of a batch are cut into.
-      by_heads: as in `LayerContext`.
+      layout: placement on the devices of the learner; None for a single device.
       attend: attention, see `kernels.attend_by`.
 
     Raises:
@@ -158,55 +151,19 @@ def decoder(
     """
     if remat not in _REMAT:
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(_REMAT)}")
-    specs = param_specs(config)
-
-    def run(params, tokens, rows, precision, *, routed=False, recorded=None):
-        positions, segments, seen_until = rows
-        params = attach(params)
-        _check_linear(config, precision, shared=seen_until is not None)
-        seen = segments if seen_until is None else Tree(seen_until, positions)
-        context = LayerContext(config, precision, constrain, local, by_heads)
-        tables = context.rope_tables(positions)
-
-        def layer_of(group, x, layer, replay):
-            x, layer = _in_turn(x, layer, config)
-            own = specs[group.name]
-            if gather is not None:
-                layer = {k: gather(v, axes_of(k, own)) for k, v in layer.items()}
-
-            def attention_of(q, k, v):
-                scoring = context.scoring(group, layer)
-                return attend(q, k, v, seen, scoring=scoring, precision=precision), None
-
-            def recurrence_of(inputs, gates):
-                return recur_rows(inputs, gates, layer, segments, context=context)[0], None
-
-            table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
-            x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
-            return x, _observed(routing, segments) if routed and routing is not None else None
-
-        if remat != "none" or gather is not None:
-            layer_of = jax.checkpoint(
-                layer_of, policy=_REMAT[remat], prevent_cse=_periodic(config), static_argnums=(0,)
-            )
-
-        x = context.enter(embed(params["embed"], tokens, precision=precision))
-        x = constrain(x, ("batch", "length", "embed"))
-        x, kept = scan_layers(
-            layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
-        )
-        x = context.norm(x, params["final_norm"])
-        return constrain(x, ("batch", "length", "embed")), in_order(kept)
+    own = _Decoder(config, param_specs(config), remat, layout, attend)
 
     def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
-        return run(params, tokens, (positions, segments, seen_until), precision)[0]
+        return own.run(params, tokens, (positions, segments, seen_until), precision)[0]
 
     def hidden_routed(
         params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
     ):
         recorded = None if recorded is None else recorded.transpose(2, 0, 1, 3)
         rows = (positions, segments, seen_until)
-        x, (costs, chosen) = run(params, tokens, rows, precision, routed=True, recorded=recorded)
+        x, (costs, chosen) = own.run(
+            params, tokens, rows, precision, routed=True, recorded=recorded
+        )
         return Routed(x, jnp.mean(costs, axis=0), chosen.transpose(1, 2, 0, 3))
 
     def unembedding(params):
@@ -215,16 +172,66 @@ def decoder(
         return frozen(params)["embed" if config.tied else "head"]
 
     routed = None if config.experts is None else hidden_routed
-    return Model(
-        config,
-        specs,
-        hidden,
-        unembedding,
-        routed,
-        local,
-        gather=gather or identity,
-        rows=Rows(parts, constrain),
-    )
+    found = Model(config, own.specs, hidden, unembedding, routed)
+    if layout is None:
+        return found
+    rows = Rows(layout.count("batch"), layout.constrain)
+    return found._replace(local=layout.local, gather=layout.gather, rows=rows)
+
+
+class _Decoder(NamedTuple):
+    config: DecoderConfig
+    specs: Specs
+    remat: str
+    layout: Layout | None
+    attend: Attend
+
+    def run(self, params, tokens, rows, precision, *, routed=False, recorded=None):
+        """Computes `Hidden`, and what was observed of each layer's routing if `routed`."""
+        config, layout = self.config, self.layout
+        positions, segments, seen_until = rows
+        params = attach(params)
+        _check_linear(config, precision, shared=seen_until is not None)
+        seen = segments if seen_until is None else Tree(seen_until, positions)
+        context = LayerContext(config, precision)
+        if layout is not None:
+            by_heads = layout.mesh.devices.flat[0].platform == "tpu"
+            context = LayerContext(config, precision, layout.constrain, layout.local, by_heads)
+        tables = context.rope_tables(positions)
+        gathers = layout is not None and layout.mesh.size > 1
+
+        def layer_of(group, x, layer, replay):
+            x, layer = _in_turn(x, layer, config)
+            if layout is not None and gathers:
+                own = self.specs[group.name]
+                layer = {k: layout.gather(v, axes_of(k, own)) for k, v in layer.items()}
+
+            def attention_of(q, k, v):
+                scoring = context.scoring(group, layer)
+                return self.attend(q, k, v, seen, scoring=scoring, precision=precision), None
+
+            def recurrence_of(inputs, gates):
+                return recur_rows(inputs, gates, layer, segments, context=context)[0], None
+
+            table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
+            x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
+            return x, _observed(routing, segments) if routed and routing is not None else None
+
+        if self.remat != "none" or gathers:
+            layer_of = jax.checkpoint(
+                layer_of,
+                policy=_REMAT[self.remat],
+                prevent_cse=_periodic(config),
+                static_argnums=(0,),
+            )
+
+        x = context.enter(embed(params["embed"], tokens, precision=precision))
+        x = context.constrain(x, ("batch", "length", "embed"))
+        x, kept = scan_layers(
+            layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
+        )
+        x = context.norm(x, params["final_norm"])
+        return context.constrain(x, ("batch", "length", "embed")), in_order(kept)
 
 
 def _periodic(config: DecoderConfig) -> bool:

@@ -54,15 +54,7 @@ def run(layout: Layout, config: DecoderConfig, *, offload: bool = False, remat: 
     if config is tiny.MOE:  # what these add does not depend on the family
         terms |= {"top_entropy": 0.5, "positive_nll": 0.1, "observation_nll": 0.1}
     attend = kernels.attend_by("auto", layout=layout, config=config)
-    model = decoder(
-        config,
-        remat=remat,
-        constrain=layout.constrain,
-        local=layout.local,
-        gather=layout.gather if layout.mesh.size > 1 else None,
-        parts=layout.count("batch"),
-        attend=attend,
-    )
+    model = decoder(config, remat=remat, layout=layout, attend=attend)
     schedule = make_schedule("constant", learning_rate=1e-2, warmup_steps=0, total_steps=2)
     learner = make_learner(
         model,

@@ -118,7 +118,7 @@ def learner(config=tiny.CONFIG, recipe=None, *, layout: Layout | None = None, **
         model = decoder(config, remat="matmuls")
     else:
         attend = kernels.attend_by("auto", layout=layout, config=config)
-        model = decoder(config, constrain=layout.constrain, local=layout.local, attend=attend)
+        model = decoder(config, layout=layout, attend=attend)
         kwargs["param_shardings"] = layout.tree(model.specs)
     recipe = recipe or with_terms(gspo(), entropy=0.1, kl=0.1)
     return make_learner(

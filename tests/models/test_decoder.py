@@ -15,6 +15,9 @@ from jaxrl.core.precision import PRESETS, parse
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
 from jaxrl.models.model import decoder
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests.models.references import DELTA, EXPERTS, GPT_OSS, SIZES
 
 FP32 = PRESETS["fp32"]
@@ -180,11 +183,13 @@ def test_token_gradients_are_summed_in_f32():
 def test_constrain_sees_stream_heads_and_feed_forward():
     seen = []
 
-    def constrain(x, axes):
-        seen.append((x.shape, tuple(axes)))
-        return x
+    class Watched(Layout):
+        def constrain(self, x, axes):
+            seen.append((x.shape, tuple(axes)))
+            return x
 
-    lowered(config(), FP32, constrain=constrain)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    lowered(config(), FP32, layout=Watched(mesh, RULES["all"]))
     assert set(seen) == {
         ((2, 12, 32), ("batch", "length", "embed")),
         ((2, 12, 32), ("batch", "length", "q_heads")),

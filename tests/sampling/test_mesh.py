@@ -20,7 +20,7 @@ PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) for n in (3, 9, 5)]
 def sampled(config, layout=None):
     model, params = decoder(config), tiny.params(config=config)
     if layout is not None:
-        model = decoder(config, constrain=layout.constrain, local=layout.local)
+        model = decoder(config, layout=layout)
         params = jax.device_put(params, layout.tree(model.specs))
     sampler = EmbeddedSampler(
         model, params, precision=PRESETS["fp32"], layout=layout, record_experts=True
