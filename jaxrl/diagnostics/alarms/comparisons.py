@@ -9,7 +9,7 @@ from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.table import Finding
 
-_PROBES = 3  # averaged
+PROBES = 3  # averaged
 _SOLVED = 0.9  # of the range of rewards: above it a policy may be certain
 
 
@@ -43,9 +43,9 @@ def fallen(history: History, limits: Limits, name: str, factor: float, noun: str
 def grown(history: History, name: str, *, floor: float, noun: str) -> Finding | None:
     """Compares the last three probes in the present precision with the first three."""
     steps, values = history.present(name)
-    if len(steps) < 2 * _PROBES:
+    if len(steps) < 2 * PROBES:
         return None
-    value, first = fmean(values[-_PROBES:]), fmean(values[:_PROBES])
+    value, first = fmean(values[-PROBES:]), fmean(values[:PROBES])
     limit = max(2 * first, floor)
     text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
-    return Finding(value, limit, text, steps[-_PROBES] - 1) if value > limit else None
+    return Finding(value, limit, text, steps[-PROBES] - 1) if value > limit else None

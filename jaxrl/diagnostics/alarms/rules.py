@@ -11,12 +11,11 @@ from statistics import fmean
 
 import numpy as np
 
-from jaxrl.diagnostics.alarms.comparisons import fallen, grown, means, solved
+from jaxrl.diagnostics.alarms.comparisons import PROBES, fallen, grown, means, solved
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.table import Finding, Rule, rule
 
-_PROBES = 3  # averaged
 _EARLY = 5  # steps to average over during the warm-up
 
 
@@ -295,9 +294,9 @@ def phantom(history: History, limits: Limits) -> Finding | None:
     {phantom_share}, or above a fifth of it and twice the mean of the first three."""
     steps, values = history.present("probe/phantom")
     noun = "of all tokens are phantom clips"
-    if len(steps) >= _PROBES and (mean := fmean(values[-_PROBES:])) > limits.phantom_share:
-        text = f"{mean:.3g} {noun}, over {_PROBES} probes"
-        return Finding(mean, limits.phantom_share, text, steps[-_PROBES] - 1)
+    if len(steps) >= PROBES and (mean := fmean(values[-PROBES:])) > limits.phantom_share:
+        text = f"{mean:.3g} {noun}, over {PROBES} probes"
+        return Finding(mean, limits.phantom_share, text, steps[-PROBES] - 1)
     return grown(history, "probe/phantom", floor=limits.phantom_share / 5, noun=noun)
 
 
