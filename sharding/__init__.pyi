@@ -1,3 +1,4 @@
+from .hlo import Instruction as Instruction
 from .memory import (
     MemoryTraffic as MemoryTraffic,
     Work as Work,

@@ -79,13 +79,19 @@ def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTra
             part = _read_inside(hlo.parameter_of(fused, number).name, fused, program)
             read += operand.size if part is None else min(part, operand.size)
         return MemoryTraffic(read, _written_by_root(one, fused, program))
-    if one.kind.endswith("-start"):
-        # The shape lists source, destination and a flag; a copy's lists the destination first.
-        source, target = hlo.arrays(one.shape)[:2]
+    if one.kind.endswith("-start") and one.kind != "all-reduce-start":
+        # The shape lists sources, destinations and a flag; a copy's lists the destination first.
+        # An all-reduce's lists its results alone.
+        arrays = hlo.arrays(one.shape)
+        sources, targets = arrays[: len(operands)], arrays[len(operands) : 2 * len(operands)]
         if one.kind == "copy-start":
-            source, target = target, source
-        moved = min(source.size, target.size)
-        return MemoryTraffic(moved * source.in_memory, moved * target.in_memory)
+            sources, targets = targets, sources
+        read = written = 0.0
+        for source, target in zip(sources, targets, strict=False):  # indices come last
+            moved = min(source.size, target.size)
+            read += moved * source.in_memory
+            written += moved * target.in_memory
+        return MemoryTraffic(read, written)
     if one.kind in ("dynamic-slice", "slice", "gather"):
         return MemoryTraffic(min(one.numbers, operands[0].size), one.size)
     if (update := _update(one)) is not None and update in inside:

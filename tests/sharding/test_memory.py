@@ -88,6 +88,26 @@ def test_products_are_counted_with_their_loops():
     assert sum(one.flops for one in program_work(text, trips=())) == 5 * 2 * 64 * 32 * 32
 
 
+# As XLA writes collectives for GPUs: an all-reduce has the shape of its results alone.
+STARTED = """
+ENTRY %main (a: f32[8], b: bf16[16], c: bf16[4]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = bf16[16]{0} parameter(1)
+  %c = bf16[4]{0} parameter(2)
+  %sum = f32[8]{0} all-reduce-start(%a), to_apply=%add
+  %reduced = f32[8]{0} all-reduce-done(%sum)
+  %begun = ((bf16[16]{0}, bf16[4]{0}), (bf16[64]{0}, bf16[16]{0})) all-gather-start(%b, %c)
+  %gathered = (bf16[64]{0}, bf16[16]{0}) all-gather-done(%begun)
+  ROOT %out = f32[8]{0} copy(%reduced)
+}
+"""
+
+
+def test_collectives_started_on_several_arrays():
+    # One sum and the last copy move 32 bytes each, the parts of the gather 32 and 8.
+    assert memory_traffic(STARTED, trips=()) == MemoryTraffic(2 * 32 + 40, 2 * 32 + 40)
+
+
 # As libtpu writes products: features i are summed; of the windows only a contracted one is.
 PRODUCT = """
 %product (a: bf16[64,32], b: bf16[32,48]) -> f32[64,48] {

@@ -57,9 +57,8 @@ def on_one_device():
 
 
 def make(optimizer, *, precision=FP32, layout=None):
-    dims = {} if layout is None else {"constrain": layout.constrain, "local": layout.local}
     return make_learner(
-        decoder(tiny.CONFIG, **dims),
+        decoder(tiny.CONFIG, layout=layout),
         objective(reinforce(), token_mean),
         optimizer=optimizer,
         precision=precision,
