@@ -1,7 +1,6 @@
 """The `jaxrl` command."""
 
 import argparse
-import difflib
 import os
 import sys
 import traceback
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 import jaxrl
 from jaxrl.commands import COMMANDS, load_command
 from jaxrl.commands.compile_cache import use_compile_cache
+from jaxrl.core import nearest
 
 HELP = f"""usage: jaxrl COMMAND [options]
 
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unknown(name: str) -> str:
     """Returns the error for an unknown command, which names the nearest one."""
-    if near := difflib.get_close_matches(name, COMMANDS, n=1):
-        return f"jaxrl: unknown command {name!r}; did you mean {near[0]}?"
+    if near := nearest(name, COMMANDS):
+        return f"jaxrl: unknown command {name!r}; did you mean {near}?"
     return f"jaxrl: unknown command {name!r}\n\n{HELP}"
 
 

@@ -1,11 +1,11 @@
 """`--help` of commands with config keys: an overview of one screen, and each table by its name."""
 
 import argparse
-import difflib
 import re
 from typing import Any
 
 from jaxrl.config.toml_file import one_line
+from jaxrl.core import nearest
 
 NO_TABLE = "keys"  # title of the keys outside of all tables
 _ALL = "all"
@@ -39,8 +39,8 @@ class _Help(argparse.Action):
             print(_overview(parser, tables), end="")
             parser.exit()
         if values not in (_ALL, *tables):
-            near = difflib.get_close_matches(str(values), tables, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(tables)}"
+            near = nearest(str(values), tables)
+            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(tables)}"
             parser.error(f"--help {values}: unknown table of keys; {hint}")
         shown = tables.values() if values == _ALL else [tables[str(values)]]
         print(_with_sections(parser._get_formatter(), shown), end="")

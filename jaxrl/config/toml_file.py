@@ -1,6 +1,5 @@
 """Reads configs from TOML files and the command line, and writes them as TOML."""
 
-import difflib
 import functools
 import json
 import operator
@@ -14,8 +13,9 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxrl.config import trl
 from jaxrl.config.section import OpenSection, Section
-from jaxrl.core import Precision
+from jaxrl.core import Precision, nearest
 
 C = TypeVar("C", bound=Section)
 
@@ -186,18 +186,22 @@ def _number(name: str, text: str) -> Any:
 
 
 def unknown_key(schema: type[Section], name: str) -> str:
-    """Returns the error for an unknown key; it names the nearest one."""
+    """Returns the error for an unknown key; it names the nearest one, or
+    the one that replaces an argument of TRL."""
     if not name.isprintable():
         return f"{toml_text(name)}: there is no such key; --help all lists them"
     names = list(keys(schema))
+    renamed = trl.rename(name, known=names, open_tables=open_tables(schema))
+    if renamed is not None:
+        return f"{name}: there is no such key; {renamed}"
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
-    inside = difflib.get_close_matches(
-        leaf, [n[len(section) + 1 :] for n in names if n.startswith(f"{section}.")], n=1
-    )
-    near = [f"{section}.{inside[0]}"] if section and inside else []
-    near = near or same_leaf or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "--help all lists them"
+    inside = nearest(leaf, [n[len(section) + 1 :] for n in names if n.startswith(f"{section}.")])
+    if section and inside:
+        near = f"{section}.{inside}"
+    else:
+        near = same_leaf[0] if same_leaf else nearest(name, names, cutoff=0.4)
+    hint = f"did you mean {near}?" if near else "--help all lists them"
     return f"{name}: there is no such key; {hint}"
 
 

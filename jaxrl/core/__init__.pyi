@@ -36,6 +36,7 @@ from .metrics import (
     merge as merge,
     to_floats as to_floats,
 )
+from .names import nearest as nearest
 from .packing import (
     SHARED as SHARED,
     Alignment as Alignment,

@@ -1,7 +1,6 @@
 """Lookup of functions named in a config: built-in ones by name, the user's by file or module."""
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+from jaxrl.core.names import nearest
 
 T = TypeVar("T")
 
@@ -36,8 +37,8 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
     function = getattr(module, name, None)
     names = _public_functions(module)
     if not callable(function) or (module is builtin and name not in names):
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+        near = nearest(name, names)
+        hint = f"did you mean {near}?" if near else f"it has {', '.join(names) or 'none'}"
         own = "" if colon else "; to name your own function, write file.py:function"
         raise ValueError(
             f"{key} = {reference!r}: {where or module.__name__} has no function {name!r}; "
@@ -52,9 +53,10 @@ def check_parameters(
     *,
     key: str,
     also: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
 ) -> None:
     """Checks the keys of the config table `key` against a function's parameters. The table may
-    also contain the keys `also`.
+    also contain the keys `also`. `renamed` maps names that other libraries use to parameters.
 
     Raises:
       ValueError: if the table has a key that is not a parameter, or lacks a parameter without a
@@ -66,8 +68,9 @@ def check_parameters(
     known = [*declared, *also]
     for name in parameters:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+            other = (renamed or {}).get(name)
+            near = other if other in known else nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
             raise ValueError(f"{key}.{name}: {function.__name__} has no such parameter; {hint}")
     required = [n for n, p in declared.items() if p.default is p.empty and n not in parameters]
     if required:
@@ -134,6 +137,7 @@ def divide_parameters(
     parameters: Mapping[str, Any],
     *,
     key: str,
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divides a config table into the arguments of `function` and the others, of `other`.
 
@@ -144,7 +148,7 @@ def divide_parameters(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in declared.values())
     others = () if takes_all else inspect.signature(other).parameters
     theirs = [name for name in others if name not in declared]
-    check_parameters(function, parameters, key=key, also=theirs)
+    check_parameters(function, parameters, key=key, also=theirs, renamed=renamed)
     own = {name: value for name, value in parameters.items() if name not in theirs}
     return own, {name: value for name, value in parameters.items() if name in theirs}
 

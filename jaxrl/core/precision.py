@@ -14,7 +14,6 @@ Public functions of jaxrl also take the text itself: `precision="bf16_master"`.
 """
 
 import dataclasses
-import difflib
 import functools
 from typing import Any
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.loss_scale import LossScaleSpec, dynamic_loss_scale, parse_loss_scale
+from jaxrl.core.names import nearest
 
 DType = np.dtype
 """The dtype of a role, such as `jnp.dtype("bfloat16")`."""
@@ -260,8 +260,8 @@ def parse(text: str) -> Precision:
     first, *rest = (part.strip() for part in text.split(","))
     assignments = rest if "=" not in first else [first, *rest]
     if "=" not in first and first not in PRESETS:
-        near = difflib.get_close_matches(first, PRESETS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        near = nearest(first, PRESETS)
+        hint = f" (did you mean {near}?)" if near else ""
         raise ValueError(
             f"there is no preset {first!r}{hint}; presets are {', '.join(PRESETS)}, or name every "
             f"role: {', '.join(f'{r}=f32' for r in ROLES)}"

@@ -19,6 +19,9 @@ from jaxrl.losses.regularizers import KLEstimator
 from jaxrl.losses.rejections import Divergence
 from jaxrl.losses.shape_check import blaming, check_shapes
 
+# TRL's names of parameters.
+_RENAMED = {"beta": "kl", "epsilon": "clip_low", "epsilon_high": "clip_high"}
+
 
 def _named(module: types.ModuleType, names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names.split()}
@@ -85,7 +88,7 @@ def build(
         declared = plugins.declared_parameters(function, key="loss")
         needed = [key for key, p in declared.items() if p.default is p.empty]
         given = {key: known[key] for key in needed if key in known} | dict(given)
-        own, more = plugins.divide_parameters(function, Terms, given, key="loss")
+        own, more = plugins.divide_parameters(function, Terms, given, key="loss", renamed=_RENAMED)
         keywords = loss_arguments(function, own)
         with blaming(function, name=name):
             made = function(**keywords)

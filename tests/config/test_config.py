@@ -107,6 +107,8 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__stpes": 3}, "train.stpes: there is no such key; did you mean train.steps?"),
         ({"train__learning_rate": 1.0}, "did you mean optimizer.learning_rate?"),
         ({"trian__steps": 3}, "trian.steps: there is no such key; did you mean train.steps?"),
+        ({"optimizer__lr": 1.0}, "TRL's lr is optimizer.learning_rate here"),
+        ({"train__num_generations": 4}, "TRL's num_generations is train.group_size here"),
         ({"train__steps": "3"}, "train.steps = '3': input should be a valid integer"),
         ({"train__steps": 0}, "train.steps = 0"),
         ({"train__remat": "some"}, "train.remat = 'some': input should be 'none'"),
@@ -244,7 +246,7 @@ def test_precision_is_an_object_with_its_text():
         (("seed", "9" * 5000), "... is not a value; write a number, true or false"),
         (("seed", "[" * 5000), "... is not a value; write a number, true or false"),
         (("optimizer.betas", "0.9"), "optimizer.betas = [0.9]: the list is too short"),
-        (("lr", "1e-5"), "lr: there is no such key; --help all lists them"),
+        (("zz", "1"), "zz: there is no such key; --help all lists them"),
     ],
 )
 def test_override_errors(override, message):
