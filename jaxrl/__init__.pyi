@@ -13,8 +13,8 @@ from . import (
     sharding as sharding,
 )
 from .core import Precision as Precision, jit as jit, to_floats as to_floats
-from .environments import rollouts as rollouts
-from .huggingface.pretrained import Pretrained as Pretrained, load as load
+from .environments import accuracy as accuracy, rollouts as rollouts
+from .huggingface.pretrained import Pretrained as Pretrained, load as load, save as save
 from .learner import make_learner as make_learner, minibatch as minibatch
 from .losses import grpo as grpo
 from .models import from_nnx as from_nnx

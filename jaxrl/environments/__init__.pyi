@@ -19,7 +19,12 @@ from .episodes.runner import (
     LockstepScheduler as LockstepScheduler,
     TurnScheduler as TurnScheduler,
 )
-from .episodes.single_turn import as_rollout as as_rollout, rollouts as rollouts
+from .episodes.single_turn import (
+    Accuracy as Accuracy,
+    accuracy as accuracy,
+    as_rollout as as_rollout,
+    rollouts as rollouts,
+)
 from .episodes.tool_chat import ToolChat as ToolChat
 from .isolation.sandbox import (
     ProgramResult as ProgramResult,

@@ -10,6 +10,16 @@ import numpy as np
 
 from jaxrl.sampling.stop_texts import StopTexts
 
+# What other libraries pass here.
+_ELSEWHERE = {
+    "n": "pass group_size to `rollouts` or `Sampler.sample`",
+    "num_generations": "pass group_size to `rollouts` or `Sampler.sample`",
+    "max_new_tokens": "it is max_tokens here",
+    "max_completion_length": "it is max_tokens here",
+    "stop_token_ids": "it is stop here, a tuple of token sequences",
+    "logprobs": "every completion has the log-prob of each of its tokens",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -31,6 +41,7 @@ class SamplingParams:
 
     Raises:
       ValueError: if a value is out of range; the message names the value and the range.
+      TypeError: for a setting that it does not have; the message says what to do.
     """
 
     max_tokens: int
@@ -41,6 +52,15 @@ class SamplingParams:
     stop: tuple[tuple[int, ...], ...] = ()
     stop_texts: StopTexts | None = None
     seed: int = 0
+
+    def __new__(cls, **settings: Any):
+        """Refuses settings that it does not have."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                hint = _ELSEWHERE.get(name, f"it takes {', '.join(known)}")
+                raise TypeError(f"SamplingParams has no setting {name!r}; {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         ranges = {

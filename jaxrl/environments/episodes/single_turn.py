@@ -1,7 +1,8 @@
 """Single-turn rollouts: a prompt, a sampled completion, a reward."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from jaxrl.data.messages import read_prompt, read_tools
 from jaxrl.data.prompts import prompt_encoder
 from jaxrl.data.templates import Rendering, make_renderer
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.diagnostics.accuracy import half_interval
 from jaxrl.sampling.base import Completion, Sampler, SamplingParams
 
 _RENDERING = Rendering()
@@ -47,6 +49,79 @@ def rollouts(
         or as `Sampler.sample`.
     """
     _check_distribution(params, temperature)
+    return _play(
+        sampler,
+        examples,
+        tokenizer=tokenizer,
+        reward=reward,
+        params=params,
+        group_size=group_size,
+        rendering=rendering,
+    )
+
+
+class Accuracy(NamedTuple):
+    """A mean reward over prompts.
+
+    Attributes:
+      mean: of the rewards; for rewards of 0 and 1 the share that is right.
+      half_interval: half the width of its 95 % confidence interval; NaN for fewer than two prompts.
+    """
+
+    mean: float
+    half_interval: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f} % +- {100 * self.half_interval:.1f}"
+
+
+def accuracy(
+    sampler: Sampler,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    reward: Callable[[str, Mapping[str, Any]], float],
+    params: SamplingParams,
+    rendering: Rendering = _RENDERING,
+) -> Accuracy:
+    """Samples one greedy completion of every prompt and returns their mean reward.
+
+    Args:
+      sampler: samples the completions.
+      examples: rows that were not trained on, as for `rollouts`.
+      tokenizer: as for `rollouts`.
+      reward: as for `rollouts`.
+      params: parameters of sampling; their temperature is taken as 0.
+      rendering: options that turn prompts into text.
+
+    Raises:
+      ValueError: for no examples, a prompt that cannot be rendered, or as `Sampler.sample`.
+    """
+    if not examples:
+        raise ValueError("examples is empty; the mean of no rewards is not defined")
+    played = _play(
+        sampler,
+        examples,
+        tokenizer=tokenizer,
+        reward=reward,
+        params=dataclasses.replace(params, temperature=0.0),
+        group_size=1,
+        rendering=rendering,
+    )
+    rewards = np.array([[rollout.reward] for rollout in played])
+    return Accuracy(float(rewards.mean()), half_interval(rewards))
+
+
+def _play(
+    sampler: Sampler,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    reward: Callable[[str, Mapping[str, Any]], float],
+    params: SamplingParams,
+    group_size: int,
+    rendering: Rendering,
+) -> list[Rollout]:
     render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
     prompts, known = [], []
     for i, example in enumerate(examples):
@@ -72,7 +147,7 @@ def _check_distribution(params: SamplingParams, temperature: float) -> None:
             f"temperature={params.temperature:g}: the learner computes log-probs at temperature "
             f"{temperature:g}, so ratios would compare two distributions. To train at T, sample "
             "at T, give the learner model._replace(temperature=T) and pass temperature=T to "
-            "`rollouts`; to evaluate, use `Sampler.sample`"
+            "`rollouts`; to evaluate, use `jaxrl.accuracy`"
         )
     for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := getattr(params, name)) != whole:
