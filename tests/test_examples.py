@@ -114,8 +114,9 @@ def test_diagnosis_separates_policy_from_rounding(monkeypatch, tmp_path, capsys)
     assert "host/metadata is not what was saved" in found["damage"]
 
 
-def test_the_readmes_program_reads_as_a_published_model_does(tmp_path):
+def test_the_readmes_program_reads_as_a_published_model_does(tmp_path, monkeypatch):
     """Prompts and ends as Qwen3's own template has them."""
+    monkeypatch.chdir(tmp_path)
     (program,) = (
         s.text
         for s in snippets("python")
