@@ -265,6 +265,11 @@ def evaluate(run: Run, progress: Progress, *, params: Any) -> float | None:
     numbers |= {"completions": float(found.rewards.size)} | found.numbers
     numbers |= deployment_gap(run, params, rollouts=found.rollouts)
     run.tracker.log(step, {f"eval/{name}": value for name, value in numbers.items()})
+    held_out = run.source.task.held_out
+    if run.samples is not None and held_out is not None and run.config.samples.every:
+        run.samples.write_held_out(
+            step, found.rollouts, rewards=found.rewards[:, 0].tolist(), examples=held_out.examples
+        )
     if found.failure is not None:
         run.tracker.note(f"step {step}, held-out prompts: {found.failure}")
     progress.accuracy, progress.failed = found.accuracy, found.failed

@@ -159,7 +159,8 @@ def test_learner_compiles_once_beside_the_sampler(finished, compiled):
 
 def test_run_leaves_samples_trace_and_versions(finished):
     run_dir, _ = finished
-    samples = read_metrics(run_dir / "samples.jsonl")
+    found = read_metrics(run_dir / "samples.jsonl")
+    samples = [s for s in found if "held_out" not in s]
     assert [s["step"] for s in samples] == [1] * 8 + [2] * 8  # four of each of two prompts
     assert [len({s["group"] for s in samples if s["step"] == n}) for n in (1, 2)] == [2, 2]
     for sample in samples:
@@ -172,6 +173,20 @@ def test_run_leaves_samples_trace_and_versions(finished):
         # Learner and sampler compute alike; a completion without a reward is masked.
         assert all(beta is None or abs(beta) < 1e-5 for beta in sample["betas"])
         assert (sample["advantages"][0] is None) == (sample["reward"] is None)
+        assert sample["actions"] == [advantage is not None for advantage in sample["advantages"]]
+        assert sample["group_size"] == 4
+        group = (sample["step"], sample["group"])
+        rewards = [s["reward"] for s in samples if (s["step"], s["group"]) == group]
+        known = [reward for reward in rewards if reward is not None]  # all four are logged
+        assert sample["group_mean"] == (pytest.approx(np.mean(known)) if known else None)
+    held_out = [s for s in found if "held_out" in s]
+    steps = {step: [s for s in held_out if s["step"] == step] for step in (0, 1, 2)}
+    assert sum(map(len, steps.values())) == len(held_out)
+    prompts = [[(s["prompt"], s["answer"]) for s in some] for some in steps.values()]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert len(set(prompts[0])) == len(prompts[0]) == 4
+    accuracy = np.mean([s["reward"] or 0.0 for s in steps[2]])  # of all held-out prompts
+    assert accuracy == pytest.approx(finished[1].final_accuracy)
     known = [s for s in samples if s["step"] == 1 and s["reward"] is not None]
     assert known[0]["reward"] <= known[-1]["reward"]
     assert known[0]["advantages"][0] <= known[-1]["advantages"][0]

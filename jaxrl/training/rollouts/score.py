@@ -86,13 +86,14 @@ def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float])
         raise RuntimeError(
             f"the rewards of all {len(rollouts)} rollouts failed; the first failure is logged above"
         )
+    groups = np.array([r.group for r in rollouts])
     numbers = {
         "reward": float(np.nanmean(rewards)),
         "reward/std": float(np.nanstd(rewards)),
         "reward/failed": float(np.isnan(rewards).sum()),
         "completions": float(len(rollouts)),
-        "groups/zero_std": float(zero_std_groups(rewards, np.array([r.group for r in rollouts]))),
-    }
+        "groups/zero_std": float(zero_std_groups(rewards, groups)),
+    } | _outcomes(rewards, groups)
     if len(weights) > 1 or 0.0 in weights.values():
         components = np.array([r.components for r in rollouts])
         totals, known = np.nansum(components, axis=0), (~np.isnan(components)).sum(axis=0)
@@ -101,6 +102,21 @@ def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float])
         failed = _failed_parts(rollouts, weights)
         numbers |= {f"reward/{name}/failed": float(count) for name, count in failed.items()}
     return numbers | episode_metrics(rollouts)
+
+
+def _outcomes(rewards: np.ndarray, groups: np.ndarray) -> Numbers:
+    """Counts the groups that are right, wrong or mixed; nothing if a reward is neither 0 nor 1."""
+    known = ~np.isnan(rewards)
+    rewards, groups = rewards[known], groups[known]
+    if not np.isin(rewards, (0.0, 1.0)).all():
+        return {}
+    means = [float(rewards[groups == group].mean()) for group in np.unique(groups)]
+    right, wrong = float(means.count(1.0)), float(means.count(0.0))
+    return {
+        "groups/right": right,
+        "groups/mixed": len(means) - right - wrong,
+        "groups/wrong": wrong,
+    }
 
 
 def failure_note(

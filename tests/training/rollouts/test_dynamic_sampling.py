@@ -107,7 +107,8 @@ def test_without_dynamic_sampling_every_group_is_trained():
     assert [prompt_of(r) for r in answers.batch[::2]] == run.sampler.asked
     assert progress.pending == []
     assert not {name for name in answers.numbers if name.startswith("groups/")} - {
-        "groups/zero_std"
+        "groups/zero_std",
+        *(f"groups/{kind}" for kind in ("right", "mixed", "wrong")),
     }
 
 
