@@ -19,6 +19,8 @@ class Chart(NamedTuple):
     right: str | None = None  # the metric with its own scale on the right
     rest: str | None = None  # prefix of further metrics to draw, except those in `left_out`
     left_out: Sequence[str] = ()  # metrics with the prefix `rest` that are not drawn
+    hues: Sequence[str] = ()  # the page's names of the colours of a stack
+    unless: str | None = None  # not drawn for runs with this metric, which another chart draws
 
     def names(self, known: Collection[str]) -> dict[str, str]:
         """Selects the known metrics that this chart draws, with their labels."""
@@ -45,6 +47,7 @@ _REWARD = Chart(
     {"reward": "reward", "eval/accuracy": "held-out accuracy"},
     right="eval/accuracy",
 )
+_OUTCOMES = _labels("groups", "right", "mixed", "wrong")
 _LOSS = _REWARD._replace(
     title="Loss",
     note="mean of a step, and the share of held-out pairs ranked correctly",
@@ -55,10 +58,18 @@ _LOSS = _REWARD._replace(
 _GROUPS: Mapping[str, Sequence[Chart]] = {
     "Learning": (
         Chart(
+            "Groups by outcome",
+            "prompts of a step: all completions right, some, none; only the mixed ones teach",
+            _OUTCOMES,
+            kind="stack",
+            hues=tuple(_OUTCOMES.values()),
+        ),
+        Chart(
             "Reward, distribution",
             "minimum to maximum, 10 % to 90 %, median",
             _quantiles("reward"),
             kind="fan",
+            unless="groups/right",
         ),
         Chart(
             "Reward, parts",
@@ -81,6 +92,7 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
             "Zero-variance groups",
             "all completions of a prompt earned the same reward",
             {"groups/zero_std": "zero variance", "groups/sampled": "all groups"},
+            unless="groups/right",
         ),
         Chart("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
         Chart("Loss", "", {"loss": "loss"}),
@@ -121,16 +133,27 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
             log=True,
         ),
         Chart(
-            "Mismatch at every step",
-            "on sampled tokens; factor on the right",
-            {
-                "mismatch/k3_kl": "divergence, nats",
-                "mismatch/chi2": "chi-square",
-                "mismatch/prob_diff": "difference in probability",
-                "mismatch/token_mult_error": "factor",
-            },
+            "Divergence at every step",
+            "of the learner from the sampler on sampled tokens, nats",
+            {"mismatch/k3_kl": "divergence"},
             log=True,
-            right="mismatch/token_mult_error",
+        ),
+        Chart(
+            "Chi-square at every step",
+            "variance of the importance weight on sampled tokens",
+            {"mismatch/chi2": "chi-square"},
+            log=True,
+        ),
+        Chart(
+            "Difference in probability at every step",
+            "mean over sampled tokens",
+            {"mismatch/prob_diff": "difference"},
+            log=True,
+        ),
+        Chart(
+            "Multiplicative error at every step",
+            "factor between the probabilities; 1 is none",
+            {"mismatch/token_mult_error": "factor"},
         ),
     ),
     "Lengths": (
@@ -185,6 +208,8 @@ def charts_of(known: Collection[str]) -> list[dict[str, Any]]:
             "log": chart.log,
             "points": [name for name in names if name.startswith(_SPARSE)],
             "right": chart.right,
+            "hues": list(chart.hues),
+            "unless": chart.unless,
         }
         for group, chart in found
         if (names := chart.names(known))

@@ -28,7 +28,8 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     path = run_dir / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")
-    samples = _samples(read_metrics(run_dir / "samples.jsonl"))
+    logged = read_metrics(run_dir / "samples.jsonl")
+    samples = _samples([entry for entry in logged if not entry.get("held_out")])
     discarded, alarms_before = [], dict[int, list[dict[str, Any]]]()
     for number in _rollbacks(run_dir):
         steps = read_metrics(run_dir / f"rolled_back_{number}.jsonl")
@@ -36,7 +37,8 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
         events = (e["event"] | {"rollback": number} for e in steps if "event" in e)
         # The run's own metrics have the alarm that caused the rollback.
         alarms_before[number] = [_explained(e) for e in events if e["action"] != "rollback"]
-        found = _samples(read_metrics(run_dir / f"rolled_back_{number}_samples.jsonl"))
+        found = read_metrics(run_dir / f"rolled_back_{number}_samples.jsonl")
+        found = _samples([entry for entry in found if not entry.get("held_out")])
         samples += [sample | {"rollback": number} for sample in found]
     return {
         "name": name,
@@ -57,6 +59,7 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
             for event in (*alarms_before.get(alarm.get("number", 0), ()), alarm)
         ],
         "samples": samples,
+        "held_out": _samples([entry for entry in logged if entry.get("held_out")]),
     }
 
 
@@ -92,6 +95,11 @@ def _series(
     columns = {name: history.series(name) for name in sorted(drawn(history.names))}
     times = {name: column for name, column in columns.items() if name.startswith("time/")}
     compiled = {start["step"] + 1 for start in starts} or {1}
+    rewarded = len(columns["reward"].values) if "reward" in columns else 0
+    for name in ("groups/right", "groups/mixed", "groups/wrong"):
+        # Rewards of some steps alone happened to be 0 and 1.
+        if name in columns and len(columns[name].values) < rewarded:
+            del columns[name]
     curves = {name: extremes(column) for name, column in columns.items() if name not in times}
     return curves | _means(times, without=compiled)
 
@@ -138,6 +146,6 @@ def _short(value: float) -> float:
 def _samples(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({entry["step"] for entry in entries})
     every = -(-len(steps) // _MOST_SAMPLED_STEPS) or 1
-    # Counted from the end, so that the newest step is kept.
-    chosen = {*steps[::-1][::every]}
+    # Counted from the end, so that the newest step is kept; the first one is the beginning.
+    chosen = {*steps[::-1][::every], *steps[:1]}
     return [entry for entry in entries if entry["step"] in chosen]

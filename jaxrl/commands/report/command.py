@@ -1,11 +1,13 @@
 """Writes one self-contained HTML file about one or more runs: config, machine, curves
 with alarms, alpha and beta, time per phase, and sampled completions with coloured tokens. It also
-works while a run is training.
+works while a run is training; with --follow the page renews itself.
 
   jaxrl report runs/latest
-  jaxrl report runs/a runs/b --out compared.html"""
+  jaxrl report runs/a runs/b --out compared.html
+  jaxrl report --follow runs/latest"""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -15,34 +17,84 @@ from typing import Any
 from jaxrl.commands import options
 from jaxrl.commands.report.charts import charts_of
 from jaxrl.commands.report.collect import collect
+from jaxrl.commands.report.serve import ADDRESS, make_server
 
 # uPlot (MIT licence, github.com/leeoniya/uPlot) draws the charts. Every page contains its released
 # file: 51 KB, and nothing to install.
 _STYLES = ("uPlot.min.css", "page.css")
-_SCRIPTS = ("uPlot.iife.min.js", "charts.js", "samples.js", "page.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "base.js",
+    "labels.js",
+    "charts.js",
+    "outcome.js",
+    "chat.js",
+    "held_out.js",
+    "samples.js",
+    "page.js",
+    "live.js",
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
-    made = options.plain_parser("report", __doc__, usage="RUN [RUN ...] [--out FILE]")
+    made = options.plain_parser("report", __doc__, usage="RUN [RUN ...] [--out FILE | --follow]")
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     made.add_argument(
         "--out", type=Path, help="file to write (default: report.html in the first RUN)"
+    )
+    made.add_argument(
+        "--follow",
+        action="store_true",
+        help="serve the page to browsers of this machine, renewed as the run goes on",
+    )
+    made.add_argument(
+        "--port", type=int, default=None, help="port of --follow (default: 8080, or a free one)"
     )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    given = parser().parse_args(argv)
+    made = parser()
+    given = made.parse_args(argv)
+    if given.follow and given.out is not None:
+        made.error("--follow writes no file: leave out --out, or --follow")
+    if given.port is not None and not given.follow:
+        made.error("--port is the port of the page that --follow serves: add --follow")
+    if given.follow:
+        return _follow(given.runs, port=given.port)
     out = given.out or given.runs[0] / "report.html"
-    found = [
-        collect(run, name=name) for run, name in zip(given.runs, names(given.runs), strict=True)
-    ]
+    found = _collected(given.runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(found), encoding="utf-8")
     raised = sum(len(run["alarms"]) for run in found)
     print(f"{out}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {raised} alarms")
+    return 0
+
+
+def _collected(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    return [collect(run, name=name) for run, name in zip(runs, names(runs), strict=True)]
+
+
+def _follow(runs: Sequence[Path], *, port: int | None) -> int:
+    """Serves the page until Ctrl-C."""
+    for run in runs:
+        if not (run / "config.toml").exists():
+            raise ValueError(f"{run} is not a run: it has no config.toml")
+    parts = {"collect": lambda: _collected(runs), "render": render, "charts": _charts}
+    try:
+        server = make_server(runs, port=8080 if port is None else port, **parts)
+    except OSError as error:
+        if port is not None:
+            raise ValueError(f"--port {port}: {error.strerror}; choose another one") from None
+        server = make_server(runs, port=0, **parts)
+    with server:
+        print(
+            f"http://{ADDRESS}:{server.server_port}/ (Ctrl-C stops this, not the run)", flush=True
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 
@@ -56,8 +108,14 @@ def names(runs: Sequence[Path]) -> list[str]:
     return [f"{run} ({i})" for i, run in enumerate(runs, start=1)]
 
 
-def render(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Renders a self-contained page from the data of `collect.collect` for at least one run."""
+def _charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    parts = [part for run in runs for part in (run, *run["rolled_back"])]
+    return charts_of({name for part in parts for name in part["series"]})
+
+
+def render(runs: Sequence[Mapping[str, Any]], *, version: str = "") -> str:
+    """Renders a self-contained page from the data of `collect.collect` for at least one run. With a
+    `version` of the data, the page asks the server that it came from for newer ones."""
     files = resources.files("jaxrl.commands.report") / "page"
 
     def read(name: str) -> str:
@@ -66,12 +124,15 @@ def render(runs: Sequence[Mapping[str, Any]]) -> str:
     def as_script(value: Any) -> str:
         return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
 
-    drawn = {name for run in runs for part in (run, *run["rolled_back"]) for name in part["series"]}
+    title = ", ".join(str(run["name"]) for run in runs).replace("<", "&lt;")
     parts = {
-        "title": ", ".join(str(run["name"]) for run in runs).replace("<", "&lt;"),
+        "title": title,
+        "name": title if len(runs) == 1 else f"{len(runs)} runs",
+        "connect": " connect-src 'self'" * bool(version),
+        "version": version,
         "styles": "\n".join(map(read, _STYLES)),
         "scripts": "\n".join(map(read, _SCRIPTS)),
-        "charts": as_script(charts_of(drawn)),
+        "charts": as_script(_charts(runs)),
         "data": as_script(list(runs)),
     }
     page = read("page.html")

@@ -45,26 +45,38 @@ def test_page_fits_every_width_and_theme(page, width, dark):
     assert set(page.requests) == {page.file.resolve().as_uri()}
 
 
+def readout(page):
+    """The step of the readout, and its names and values."""
+    rows = page.run(
+        "[...document.querySelectorAll('#readout .row')].map((row) =>"
+        "[row.querySelector('.name').textContent, row.querySelector('.number').textContent])"
+    )
+    head = page.run("document.querySelector('#readout > div').textContent")
+    return int(head.removeprefix("step ")), *rows
+
+
 def test_run_choice_and_curve_hover(page):
     page.open(page.file, width=1400, dark=False)
-    labels = "[...document.querySelectorAll('.chart .u-legend')][0].textContent"
-    assert "first" in page.run(labels)
-    assert "second" in page.run(labels)
+    labels = "drawn[0].series.map((s) => s.ends ?? '').join(' ')"  # at the ends of the lines
+    assert "first 0.4" in page.run(labels)
+    assert "0 0.8" in page.run(labels)
     assert page.run("document.querySelectorAll('.alarm').length") == 2
+    assert page.run("document.querySelectorAll('.u-legend').length") == 0
+    page.hover(".chart .u-over")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    # One readout for all runs, the highest first.
+    step, high, low = readout(page)
+    assert [name.split("-")[0] for name, _ in (high, low)] == ["second", "first"]
+    assert float(high[1]) == pytest.approx(0.02 * step)
+    assert float(low[1]) == pytest.approx(0.01 * step)
     page.run("document.getElementById('run-0').click()")
     assert "first" not in page.run(labels)
     assert page.run("document.querySelectorAll('.alarm').length") == 1
-    last = "[...document.querySelectorAll('.chart')][0].querySelector('.u-legend').textContent"
-    assert "0.8" in page.run(last)  # without a cursor, the last values
     page.hover(".chart .u-over")
     page.run("new Promise((done) => setTimeout(done, 100))")
-    values = page.run(
-        "[...document.querySelectorAll('.chart')][0].querySelectorAll('.u-value').values()"
-        ".map((e) => e.textContent).toArray()"
-    )
-    step, reward = map(float, values)
+    step, (_, reward) = readout(page)
     assert 1 < step < 40
-    assert reward == pytest.approx(0.02 * step)
+    assert float(reward) == pytest.approx(0.02 * step)
     assert page.errors == []
 
 
@@ -145,9 +157,8 @@ def test_a_curve_ends_where_its_run_ends(page, runs, tmp_path):
     file = tmp_path / "page.html"
     file.write_text(render([collect(tmp_path / n, name=n) for n in ("long", "short")]))
     page.open(file, width=1400, dark=False)
-    at = "drawn[0].series.slice(1).map((s, i) => s.value(drawn[0], null, i + 1, %s))"
-    assert page.run(at % "29") == ["0.3", "-"]
-    assert page.run(at % "null") == ["0.4", "0.2"]
+    assert page.run("drawn[0].series.slice(1).map((s) => s.reads(30))") == [0.3, None]
+    assert page.run("drawn[0].series.slice(1).map((s) => s.ends)") == ["long 0.4", "short 0.2"]
 
 
 def test_smoothing_is_a_trailing_mean(page):
@@ -207,8 +218,7 @@ def test_page_shows_discarded_steps(page, gone_back, tmp_path):
         "step 12: no group has reward variance, discarded by rollback 1",
         "step 12: KL spike or falling reward, rollback 1",
     ]
-    assert page.run("drawn[0].series.map((s) => s.label)") == [
-        "step",
+    assert page.run("drawn[0].series.slice(1).map((s) => s.label)") == [
         "reward",
         "reward, discarded by rollback 1",
     ]

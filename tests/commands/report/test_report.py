@@ -102,7 +102,9 @@ def test_page_holds_only_what_it_draws(tmp_path):
     charts = {chart["title"]: chart["metrics"] for chart in charts_of(found["series"])}
     assert charts["Failed rewards"] == {"reward/failed": "failed"}
     assert charts["Reward, parts"] == {"reward/exact": "exact", "reward/kl": "kl"}
-    assert set(charts["Mismatch at every step"]) == {"mismatch/chi2", "mismatch/token_mult_error"}
+    # One unit in each chart.
+    assert set(charts["Chi-square at every step"]) == {"mismatch/chi2"}
+    assert set(charts["Multiplicative error at every step"]) == {"mismatch/token_mult_error"}
     assert {name for metrics in charts.values() for name in metrics} == set(found["series"])
 
 

@@ -1,51 +1,9 @@
 "use strict";
-// Function declarations are hoisted; RUNS is filled before anything is drawn.
-var RUNS = JSON.parse(document.getElementById("data").textContent);
-RUNS.forEach((run, index) => { run.index = index; run.chosen = true; markRepeated(run.alarms); });
-
-function element(tag, properties, children = []) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
-
-const brief = (v) => String(+v.toPrecision(3));
-const percent = (v) => `${(100 * v).toFixed(1)} %`;
-const duration = (s) => s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
-const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
-// A path quoted for a shell.
-const quoted = (text) => /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
-
-// Results of a run: {name: [value, remark]}.
-function outcome(run) {
-  const accuracy = run.series["eval/accuracy"], reward = run.series.reward, speed = run.series.tokens_per_second, found = {};
-  if (accuracy) {
-    const [steps, values] = accuracy, best = values.lastIndexOf(Math.max(...values));
-    const failed = run.series["eval/failed"]?.[1] ?? [], all = run.series["eval/completions"]?.[1].at(-1);
-    const [before, after] = [0, -1].map((i) => failed.at(i) ? ` (${failed.at(i)} of ${all} could not be scored)` : "");
-    found["held-out accuracy"] = [`${percent(values[0])}${before} \u2192 ${percent(values.at(-1))}${after}`, `best ${percent(values[best])} at step ${steps[best]}`];
-    found["best model"] = [`step ${steps[best]}`, element("code", {}, [`jaxrl export ${quoted(run.path)} OUT --step best`])];
-  }
-  const unscored = run.series["reward/failed"]?.[1].at(-1), of = run.series.completions?.[1].at(-1);
-  if (reward) found.reward = [`${brief(reward[1][0])} \u2192 ${brief(reward[1].at(-1))}`, `first and last step${unscored ? `; ${unscored} of ${of} failed in the last` : ""}`];
-  else if (run.series.loss) found.loss = [`${brief(run.series.loss[1][0])} \u2192 ${brief(run.series.loss[1].at(-1))}`, "first and last reading"];
-  found.steps = [`${run.last_step} of ${run.config["train.steps"] ?? "?"}`, run.seconds ? `${duration(run.seconds)} in steps` : ""];
-  if (speed) found["tokens/s"] = [shown(Math.round(median(speed[1]))), "median of a step"];
-  const alarms = run.alarms.filter((event) => !event.repeated).length;
-  found.alarms = [String(alarms), alarms ? element("a", { href: "#alarms" }, ["see below"]) : "none raised"];
-  return found;
-}
-
-// Tiles for one run, a table for several.
-function tiles(runs) {
-  const found = runs.map(outcome), names = [...new Set(found.flatMap(Object.keys))];
-  if (runs.length === 1) return element("div", { className: "tiles" }, names.map((name) => {
-    const [value, remark] = found[0][name];
-    return element("div", { className: "card tile" }, [element("div", { className: "quiet" }, [name]), element("div", { className: "value" }, [value]), element("div", { className: "quiet" }, [remark])]);
-  }));
-  const head = element("tr", {}, ["run", ...names].map((name) => element("th", {}, [name])));
-  const rows = runs.map((run, i) => element("tr", {}, [element("td", {}, [title(run)]), ...names.map((name) => element("td", { title: name }, [found[i][name]?.[0] ?? "-"]))]));
-  return element("div", { className: "scroll card" }, [element("table", {}, [head, ...rows])]);
+// Takes the data of the runs; those shown before stay chosen or not.
+function take(runs) {
+  const before = RUNS;
+  RUNS = runs;
+  RUNS.forEach((run, index) => { run.index = index; run.chosen = before[index]?.chosen ?? true; markRepeated(run.alarms); });
 }
 
 // Facts of a run: its algorithm, numerics, model and machine.
@@ -73,7 +31,7 @@ function metricsOf(urls) {
 
 function title(run) {
   const swatch = element("span", { className: "swatch" });
-  swatch.style.background = `var(--c${run.index % 6})`;
+  swatch.style.background = `var(--c${run.index % HUES})`;
   return element("h3", {}, RUNS.length > 1 ? [swatch, ` ${run.name}`] : [run.name]);
 }
 
@@ -121,27 +79,40 @@ function configTable(runs) {
   const same = rows.filter(([, differs]) => !differs).map(([row]) => row);
   return [
     ...(differing.length ? [element("h3", {}, ["Keys that differ"]), table(differing)] : []),
-    element("details", {}, [element("summary", {}, [differing.length ? "the other keys" : "every key"]), table(same)]),
+    element("details", { id: "all-keys", open: document.getElementById("all-keys")?.open ?? false }, [element("summary", {}, [differing.length ? "the other keys" : "every key"]), table(same)]),
   ];
 }
 
 function draw() {
   const runs = RUNS.filter((run) => run.chosen), focus = RUNS[+(document.getElementById("focus")?.value ?? 0)];
-  document.getElementById("tiles").replaceChildren(tiles(runs));
+  document.getElementById("outcome").textContent = sentence(runs.length ? runs : RUNS);
+  document.getElementById("alarm-chip").replaceChildren(chip(runs));
+  document.getElementById("tiles").replaceChildren(tiles(runs), ...commands(runs));
   document.getElementById("facts").replaceChildren(...(RUNS.length > 1 ? [] : [facts(RUNS[0])]));
   const events = runs.flatMap((run) => run.alarms.filter((event) => !event.repeated).map((event) => alarm(run, event)));
-  document.getElementById("alarm-list").replaceChildren(...(events.length ? events : [element("p", { className: "quiet" }, ["No alarms."])]));
+  document.getElementById("alarm-list").replaceChildren(...events);
+  for (const part of document.querySelectorAll("#alarms, nav a[href='#alarms']")) part.hidden = !events.length;
   drawCharts(runs, focus);
   document.getElementById("config-table").replaceChildren(...configTable(runs), ...runs.flatMap(machine));
 }
 
+// Draws the whole page.
+function show() {
+  const sampled = RUNS.some((run) => run.samples.length || run.config["samples.every"] != null);
+  for (const part of document.querySelectorAll("#completions, nav a[href='#completions']")) part.hidden = !sampled;
+  draw();
+  drawHeldOut();
+  drawCompletions();
+}
+
+take(JSON.parse(document.getElementById("data").textContent));
 const smoother = element("select", { id: "smoothing" }, [1, 5, 20, 50].map((n) => element("option", { value: String(n), textContent: n === 1 ? "none" : `mean of ${n} steps` })));
 smoother.addEventListener("change", () => { smoothing = +smoother.value; draw(); });
 document.getElementById("curve-controls").append(element("label", {}, ["Smoothing", smoother]));
 if (RUNS.length > 1) {
   const boxes = RUNS.map((run) => {
     const box = element("input", { type: "checkbox", checked: true, id: `run-${run.index}` });
-    box.addEventListener("change", () => { run.chosen = box.checked; draw(); });
+    box.addEventListener("change", () => { RUNS[run.index].chosen = box.checked; draw(); });
     const label = title(run);
     return element("label", {}, [box, ...label.childNodes]);
   });
@@ -150,7 +121,5 @@ if (RUNS.length > 1) {
   document.getElementById("runs").append(...boxes);
   document.getElementById("curve-controls").append(element("label", {}, ["Run for distributions and times", focus]));
 }
-for (const part of document.querySelectorAll("#completions, nav a[href='#completions']")) part.hidden = !RUNS.some((run) => run.samples.length || run.config["samples.every"] != null);
-draw();
-drawCompletions();
+show();
 follow();

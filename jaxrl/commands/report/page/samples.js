@@ -1,7 +1,7 @@
 "use strict";
-// Sampled completions: a card for each prompt, its completions side by side. They are filtered by
-// run, step and text, sorted by step or reward, and their tokens are coloured.
-const view = { run: 0, step: "all", order: "step", tint: "advantages", search: "" };
+// Sampled completions: a card for each prompt, its different completions side by side. They are
+// filtered by run, step and text, sorted by step or reward, and their tokens are coloured.
+const view = { run: 0, step: "all", order: "step", tint: "advantages", markers: "folded", search: "" };
 const MOST = 30; // prompts shown at once
 const TINTS = {
   advantages: { label: "advantage", key: ["worse", "better"] },
@@ -20,6 +20,7 @@ function control(label, key, options) {
     view[key] = select.value;
     if (key === "run") view.step = "all";
     drawCompletions();
+    if (key === "markers") drawHeldOut();
   });
   return element("label", {}, [label, select]);
 }
@@ -32,8 +33,8 @@ const best = (group) => Math.max(...group.map((s) => s.reward ?? -Infinity));
 function grouped(samples) {
   const groups = new Map();
   samples.forEach((sample, i) => {
-    const key = JSON.stringify([when(sample), sample.group ?? sample.prompt]);
     sample.anchor ??= `completion-${view.run}-${i}`;
+    const key = JSON.stringify([when(sample), sample.group ?? sample.prompt]);
     groups.set(key, [...(groups.get(key) ?? []), sample]);
   });
   return [...groups.values()];
@@ -48,6 +49,7 @@ function drawControls() {
     control("Step", "step", [option("all", "all", view.step), ...steps.map((s) => option(s, s, view.step))]),
     control("Order", "order", [option("step", "newest step first", view.order), option("high", "highest reward first", view.order), option("low", "lowest reward first", view.order)]),
     control("Colour", "tint", Object.entries(TINTS).map(([name, tint]) => option(name, tint.label, view.tint))),
+    control("Template", "markers", [option("folded", "folded", view.markers), option("shown", "shown", view.markers)]),
     element("label", {}, ["Text", search]),
   );
 }
@@ -87,32 +89,57 @@ function drawKey(most) {
   document.getElementById("colour-key").replaceChildren(`${low} (${shown(ends[0])}) `, ...boxes, ` ${high} (${shown(ends[1])})`);
 }
 
+// The different completions of a group, the best first: [[sample, how often]]. Equal ones share an anchor.
+function distinct(group) {
+  const found = new Map();
+  for (const sample of group) {
+    const key = JSON.stringify([sample.tokens, sample.reward, sample.length]);
+    const [first, count] = found.get(key) ?? [sample, 0];
+    sample.anchor = first.anchor;
+    found.set(key, [first, count + 1]);
+  }
+  return [...found.values()].sort(([a], [b]) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+}
+
+// The share of right completions of a prompt, or their mean reward, of all that were sampled.
+function passRate(group) {
+  const [{ group_size: size, group_mean: mean }] = group;
+  if (!size || mean == null) return [];
+  const right = binary(group) && Math.abs(mean * size - Math.round(mean * size)) < 1e-6 && mean >= 0 && mean <= 1;
+  if (!right) return [element("span", { className: "quiet" }, [`mean reward ${shown(mean)} of ${size}`])];
+  return [element("meter", { min: 0, max: 1, value: mean, title: percent(mean) }), element("span", { className: "rate" }, [`${Math.round(mean * size)} of ${size} right`])];
+}
+
 function prompt(group, most) {
   const [first] = group, head = `step ${when(first)}, ${group.length === 1 ? "1 completion" : `${group.length} completions of one prompt`}`;
   return element("div", { className: "card prompt-card" }, [
-    element("h3", {}, [head]),
-    element("pre", { className: "prompt", textContent: first.prompt }),
-    ...(first.answer == null ? [] : [element("p", { className: "answer" }, ["reference answer ", element("code", {}, [first.answer])])]),
-    element("div", { className: "siblings" }, [...group].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((s) => completion(s, most))),
+    element("div", { className: "prompt-head" }, [element("h3", {}, [head]), ...passRate(group)]),
+    question(first),
+    element("div", { className: "siblings" }, distinct(group).map(([s, count]) => completion(s, count, most))),
   ]);
 }
 
-function completion(s, most) {
+function completion(s, count, most) {
   const advantage = s.advantages.find((v) => v != null), parts = Object.entries(s.parts ?? {});
   const numbers = [["reward", s.reward == null ? "failed" : shown(s.reward)], ...(parts.length > 1 ? parts.map(([name, v]) => [name, shown(v)]) : []), ["advantage", shown(advantage)], ["tokens", `${s.length}${s.truncated ? ", truncated" : ""}`]];
-  const tokens = s.tokens.map((text, i) => {
-    // The policy chose a token with an advantage; others come from the environment.
-    const span = element("span", { className: s.advantages[i] == null ? "token observed" : "token", textContent: text });
+  const token = (role) => (i) => {
+    const span = element("span", { className: ["observation", "tool", "user", "system"].includes(role) || s.advantages[i] == null ? "token observed" : "token", textContent: s.tokens[i] });
     span.style.background = tint(s[view.tint]?.[i], most);
     const known = [["advantage", s.advantages], ["probability", s.probabilities], ["entropy", s.entropies], ["beta", s.betas]].filter(([, values]) => values?.[i] != null);
-    span.dataset.tip = [JSON.stringify(text), ...known.map(([name, values]) => `${name} ${shown(values[i])}`)].join("\n");
+    span.dataset.tip = [JSON.stringify(s.tokens[i]), ...known.map(([name, values]) => `${name} ${shown(values[i])}`)].join("\n");
     return span;
-  });
-  const rest = s.length - s.tokens.length;
+  };
+  const said = tokenTurns(s), rest = s.length - s.tokens.length;
+  const bubbles = said.map(([role, tokens]) => bubble(said.length > 1 ? role : "", tokens.map(token(role))));
+  if (rest > 0) bubbles.push(element("p", { className: "quiet" }, [`... ${rest} more tokens`]));
   return element("div", { className: "completion", id: s.anchor }, [
-    element("p", { className: "numbers" }, [...numbers.flatMap(([name, value]) => [element("span", { className: "quiet" }, [`${name} `]), `${value}  `]), element("a", { href: `#${s.anchor}`, title: "link to this completion" }, ["#"])]),
+    element("p", { className: "numbers" }, [
+      ...numbers.flatMap(([name, value]) => [element("span", { className: "quiet" }, [`${name} `]), `${value}  `]),
+      ...(count > 1 ? [element("span", { className: "chip" }, [`\u00d7 ${count}`]), "  "] : []),
+      element("a", { href: `#${s.anchor}`, title: "link to this completion" }, ["#"]),
+    ]),
     ...(s[view.tint] ? [] : [element("p", { className: "quiet" }, [TINTS[view.tint].note])]),
-    element("pre", {}, [...tokens, ...(rest > 0 ? [element("span", { className: "quiet" }, [` ... ${rest} more`])] : [])]),
+    ...bubbles,
   ]);
 }
 
@@ -120,12 +147,12 @@ function completion(s, most) {
 function follow() {
   const [, run, index] = /^#completion-(\d+)-(\d+)$/.exec(location.hash) ?? [], sample = RUNS[run]?.samples[index];
   if (!sample) return;
-  if (!document.getElementById(location.hash.slice(1))) {
+  if (!document.getElementById(sample.anchor ?? "")) {
     Object.assign(view, { run: +run, step: when(sample), search: "" });
     drawCompletions();
   }
   document.querySelector(".linked")?.classList.remove("linked");
-  const card = document.getElementById(location.hash.slice(1));
+  const card = document.getElementById(sample.anchor);
   card?.classList.add("linked");
   card?.scrollIntoView({ block: "center" });
 }

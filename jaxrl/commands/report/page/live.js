@@ -1,0 +1,29 @@
+"use strict";
+// The page of a running run asks its server for new data; what the reader chose stays.
+const live = document.getElementById("live"), EVERY = 2000; // milliseconds
+let version = live.dataset.version;
+
+async function renew() {
+  // Not while the reader drags a slider or searches.
+  if (document.querySelector("input:active, input[type='search']:focus")) return void setTimeout(renew, EVERY);
+  try {
+    const answer = await fetch(`data?since=${encodeURIComponent(version)}`);
+    if (answer.status === 200) {
+      const found = await answer.json();
+      version = found.version;
+      CHARTS = found.charts;
+      const place = scrollY;
+      take(found.runs);
+      show();
+      scrollTo(0, place);
+    }
+    live.textContent = answer.ok ? "live" : "cannot be read";
+  } catch {
+    live.textContent = "not served any more";
+  }
+  setTimeout(renew, EVERY);
+}
+if (version) {
+  live.hidden = false;
+  setTimeout(renew, EVERY);
+}
