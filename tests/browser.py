@@ -58,8 +58,8 @@ class Page:
             self.requests.append(parameters["request"]["url"])
         return message
 
-    def open(self, path: Path, *, width: int, dark: bool) -> None:
-        """Opens a file from disk, in a window of some width."""
+    def open(self, path: Path | str, *, width: int, dark: bool) -> None:
+        """Opens a file from disk, or an address, in a window of some width."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call(
@@ -69,7 +69,8 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         while self.run("document.readyState") != "complete":
             pass
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from http.server import ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -77,18 +78,24 @@ def _collected(runs: Sequence[Path]) -> list[dict[str, Any]]:
     return [collect(run, name=name) for run, name in zip(runs, names(runs), strict=True)]
 
 
+def make_page_server(runs: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
+    """Makes the server of the page of some runs; see `serve.make_server`."""
+    return make_server(
+        runs, port=port, collect=lambda: _collected(runs), render=render, charts=_charts
+    )
+
+
 def _follow(runs: Sequence[Path], *, port: int | None) -> int:
     """Serves the page until Ctrl-C."""
     for run in runs:
         if not (run / "config.toml").exists():
             raise ValueError(f"{run} is not a run: it has no config.toml")
-    parts = {"collect": lambda: _collected(runs), "render": render, "charts": _charts}
     try:
-        server = make_server(runs, port=8080 if port is None else port, **parts)
+        server = make_page_server(runs, port=8080 if port is None else port)
     except OSError as error:
         if port is not None:
             raise ValueError(f"--port {port}: {error.strerror}; choose another one") from None
-        server = make_server(runs, port=0, **parts)
+        server = make_page_server(runs, port=0)
     with server:
         print(
             f"http://{ADDRESS}:{server.server_port}/ (Ctrl-C stops this, not the run)", flush=True

@@ -1,6 +1,7 @@
 "use strict";
 // The page of a running run asks its server for new data; what the reader chose stays.
-const live = document.getElementById("live"), EVERY = 2000; // milliseconds
+const live = document.getElementById("live");
+let EVERY = 2000; // milliseconds between two questions
 let version = live.dataset.version;
 
 async function renew() {
