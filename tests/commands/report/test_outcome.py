@@ -160,11 +160,11 @@ def test_rewards_of_0_and_1_are_shown_by_group(page, tmp_path):
     assert "Reward, distribution" in heads
 
 
-@pytest.mark.parametrize("width", [800, 1400])
+@pytest.mark.parametrize("width", [390, 800, 1400])
 def test_grids_have_no_holes(page, tmp_path, width):
     show(page, tmp_path, {"run": [entry(s, slope=0.01) for s in range(1, 41)]}, width=width)
     ends = page.run(
-        """[...document.querySelectorAll('.grid')].map((grid) => {
+        """[...document.querySelectorAll('.grid, .tiles')].map((grid) => {
           const rows = new Map(), box = grid.getBoundingClientRect();
           for (const card of grid.children) {
             const { top, right } = card.getBoundingClientRect();
@@ -173,7 +173,7 @@ def test_grids_have_no_holes(page, tmp_path, width):
           return [...rows.values()].map((right) => Math.round(box.right - right));
         })"""
     )
-    assert len(ends) >= 4
+    assert len(ends) >= 5
     assert all(gap == 0 for rows in ends for gap in rows)
 
 
