@@ -9,7 +9,8 @@ from jaxrl.sharding import hlo
 from jaxrl.sharding.hlo import Computation, Instruction, Program
 
 _UNKNOWN = 2**63 - 1  # cycles, of an instruction without an estimate
-_VIEWS = ("bitcast", "bitcast-convert", "reshape", "get-tuple-element")  # inside a fusion
+# Inside a fusion, a slice of one of these reads the same slice of its operand.
+_VIEWS = ("bitcast", "bitcast-convert", "copy", "get-tuple-element", "reshape", "transpose")
 _CONTROL = ("while", "conditional", "call", "call-start")  # the last on a TPU's SparseCore
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
 

@@ -25,8 +25,9 @@ def test_loop_reads_one_slice_per_iteration():
 # As libtpu writes it: S(1) is the VMEM, and arrays that loops carry are changed in place.
 TPU = """
 %view (p: u16[5,8,128]) -> bf16[5,8,128] {
-  %p = u16[5,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %b = bf16[5,8,128]{2,1,0:T(8,128)(2,1)} bitcast-convert(%p)
+  %p = u16[5,8,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %tiled = u16[5,8,128]{2,1,0:T(8,128)(2,1)} copy(%p)
+  ROOT %b = bf16[5,8,128]{2,1,0:T(8,128)(2,1)} bitcast-convert(%tiled)
 }
 
 %slice (q: u16[5,8,128], i: s32[]) -> f32[8,128] {
