@@ -24,6 +24,9 @@ _GPU: dict[str, bool | int] = {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
+    # Products of the same operand, such as queries, keys and values, stay apart: a merged one
+    # writes f32 for them all, and each reader rounds it.
+    "xla_gpu_dot_merger_threshold_mb": 0,
 }
 # KiB of a TPU's fast memory that one kernel may use, by the name of the device.
 _VMEM = {"TPU v5 lite": 50_000, "TPU v5": 50_000, "TPU v6 lite": 98_304}

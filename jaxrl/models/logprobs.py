@@ -236,16 +236,16 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
         def per_vocab_chunk(j, stats):
             top, total, moment, chosen = stats
             z = _logits(plan, h, weights, j, temperature)
-            new_top = jnp.maximum(top, jnp.max(z, axis=1))
+            new_top, here = lax.platform_dependent(
+                z, top, cuda=_add_in_one_pass, rocm=_add_in_one_pass, default=_add
+            )
             shift = top - new_top
-            shifted = z - new_top[:, None]
-            e = jnp.exp(shifted)
             if plan.entropy:
                 # One loop for both sums would round the first, hence the log-probs, in another way.
-                apart = lax.optimization_barrier(shifted)
+                apart = lax.optimization_barrier(z - new_top[:, None])
                 weighted = jnp.sum(jnp.exp(apart) * apart, axis=1)
                 moment = jnp.exp(shift) * (moment + shift * total) + weighted
-            total = jnp.exp(shift) * total + jnp.sum(e, axis=1)
+            total = jnp.exp(shift) * total + here
             here = jnp.take_along_axis(z, (target // plan.vocab_chunks)[:, None], axis=1)[:, 0]
             chosen = jnp.where(target % plan.vocab_chunks == j, here, chosen)
             return new_top, total, moment, chosen
@@ -267,6 +267,24 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
 
     residuals = (hidden, unembedding, slots, temperature, normaliser, entropy)
     return (spread(logprobs), spread(entropy)), residuals
+
+
+def _add(z: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest of `top`[N] and the logits z[N, C], and the sum of exp(z - largest)."""
+    new_top = jnp.maximum(top, jnp.max(z, axis=1))
+    return new_top, jnp.sum(jnp.exp(z - new_top[:, None]), axis=1)
+
+
+def _add_in_one_pass(z: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Equals `_add` to rounding, by one reduction: XLA for GPUs reads the logits once for each."""
+
+    def join(x, y):
+        highest = jnp.maximum(x[0], y[0])
+        return highest, jnp.exp(x[0] - highest) * x[1] + jnp.exp(y[0] - highest) * y[1]
+
+    least = jnp.asarray(jnp.finfo(z.dtype).min, z.dtype)
+    found = lax.reduce((z, jnp.ones_like(z)), (least, jnp.zeros_like(least)), join, (1,))
+    return join((top, jnp.zeros_like(top)), found)
 
 
 def _scores_backward(plan, residuals, cotangents):

@@ -90,6 +90,15 @@ def test_equals_log_softmax_of_all_logits(x64, vocab, chunk, cap):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), ours, expected)
 
 
+def test_one_pass_of_gpus_equals_log_softmax(x64, monkeypatch):
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *args, default, **others: others.get("cuda", default)(*args),
+    )
+    test_equals_log_softmax_of_all_logits(x64, 23, Chunk(positions=4, vocab=5), 1.5)
+
+
 def test_entropy_is_optional(x64):
     hidden, unembedding, tokens, mask, cotangents = inputs()
 
