@@ -1,17 +1,18 @@
-"""Compiles a run's step for a TPU that you do not have; says where the compiler expects its time.
+"""Compiles a run's step for chips that you do not have; says where its time and bytes go.
 
 python scripts/bench_chips.py configs/qwen3_8b.toml --topology v5p:2x2x2 --mesh.fsdp 8
-    [--hlo FILE] [--KEY VALUE ...]
+    [--hlo FILE] [--json] [--KEY VALUE ...]
 
-Takes the keys of `jaxrl plan` and needs libtpu. A step takes two minutes to compile.
+Takes the keys and needs the compilers of `jaxrl plan`. A TPU's step takes two minutes to compile.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from jaxrl.commands import options
-from jaxrl.commands.plan.chips import TPUS
+from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.command import PlanConfig, parser
 from jaxrl.commands.plan.topology import open_topology
 
@@ -19,10 +20,11 @@ from jaxrl.commands.plan.topology import open_topology
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--hlo", type=Path, help="keep the compiled program as text")
+    own.add_argument("--json", action="store_true", help="print the sums alone")
     kept, rest = own.parse_known_args()
     config, given = options.parse_arguments(parser(), PlanConfig, rest)
-    if given.topology is None or given.topology.partition(":")[0] not in TPUS:
-        sys.exit("--topology: expected TPUs such as v5p:2x2x2")
+    if given.topology is None or given.topology.partition(":")[0] not in CHIPS:
+        sys.exit("--topology: expected chips such as v5p:2x2x2 or h100:1")
     topology = open_topology(given.topology)
 
     from benchmarks import chips  # after JAX has its platform
@@ -56,14 +58,24 @@ def main() -> None:
 
     found = chips.by_cause(text, chip=chip, trips=loops, heads=of_heads, head_dim=sizes.head_dim)
     total = sum(found.values(), chips.Cost())
+    traffic = collectives(text, trips=loops)
+    if kept.json:
+        figures = {
+            "milliseconds": total.seconds * 1e3,
+            "moved_mib": total.moved / 2**20,
+            "sent_mib": sum(one.sent for one in traffic.values()) / 2**20,
+            "temporaries_mib": memory.temp_size_in_bytes / 2**20,
+        }
+        print(json.dumps({name: round(figure, 3) for name, figure in figures.items()}))
+        return
     for cause, cost in {**found, "total": total}.items():
         share = cost.seconds / total.seconds
         print(f"{cause:36}{cost.seconds:8.4f} s {share:5.1%}{cost.moved / 2**30:9.1f} GiB moved")
     flops = 3 * forward_flops(sizes, step.model.specs, rows=rows, length=config.row_length)
     peak = topology.chip.units["bf16"] * len(topology.devices)
     print(f"of peak                             {flops / peak / total.seconds:8.1%}")
-    for kind, traffic in collectives(text, trips=loops).items():
-        print(f"{kind:36}{traffic.sent / 2**30:8.2f} GiB sent in {traffic.count}")
+    for kind, one in traffic.items():
+        print(f"{kind:36}{one.sent / 2**30:8.2f} GiB sent in {one.count}")
     print(f"temporaries                         {memory.temp_size_in_bytes / 2**30:8.2f} GiB")
 
 

@@ -1,8 +1,9 @@
-"""A program compiled for TPUs, read as text: the compiler's own estimate of time, by cause.
+"""A program compiled for chips, read as text: estimated time and bytes moved, by cause.
 
-The compiler writes `estimated_cycles` beside each instruction. It has none for Pallas kernels.
-Splash attention's bundles were counted in its final schedule (docs/chips.md); others take the time
-of their bytes at the chip's full bandwidth.
+The compiler for TPUs writes `estimated_cycles` beside each instruction. It has none for Pallas
+kernels. Splash attention's bundles were counted in its final schedule (docs/chips.md); others take
+the time of their bytes at the chip's full bandwidth. The compiler for GPUs has no estimate: there
+an instruction takes the time of its products or of its bytes at full rate, the longer of the two.
 """
 
 import collections
@@ -31,7 +32,7 @@ _COLLECTIVE = re.compile(r"^(all-|reduce-scatter|collective-|async-)")
 class Cost(NamedTuple):
     """Cost of one step on one device."""
 
-    seconds: float = 0.0  # estimated by the compiler
+    seconds: float = 0.0  # estimated; without communication
     moved: float = 0.0  # bytes read from and written to the device's memory
 
     def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
@@ -59,7 +60,8 @@ def by_cause(
         one, moved = work.instruction, work.read + work.written
         if _COLLECTIVE.match(one.kind) or one.kind.endswith("-done"):
             continue
-        seconds = work.cycles / (sheet.clock or math.inf)
+        bound = max(work.flops / sheet.units["bf16"], moved / (sheet.memory_rate or math.inf))
+        seconds = work.cycles / sheet.clock if sheet.clock else bound
         if "tpu_custom_call" in one.line and "splash" in one.name:
             shapes = [
                 array.dimensions
@@ -68,7 +70,7 @@ def by_cause(
             ]
             seconds = work.times * _splash(one, shapes, chip)
         elif "tpu_custom_call" in one.line:
-            seconds = moved / (sheet.memory_rate or math.inf)
+            seconds = bound
         cause = _cause(work, sources(one.line), of_heads=of_heads)
         found[cause] += Cost(seconds, moved)
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
@@ -81,8 +83,10 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
         "logprobs" in source,
         "windowed_dot" in work.computation,
     )
+    if "__cudnn" in one.line or ("tpu_custom_call" in one.line and "splash" in one.name):
+        return "attention's kernels"
     if "tpu_custom_call" in one.line:
-        return "attention's kernels" if "splash" in one.name else "norm, rope and order of heads"
+        return "norm, rope and order of heads"
     if work.flops:
         if head:
             return "products of the head"
@@ -97,7 +101,7 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
         return "norm, rope and order of heads"
     if one.name.startswith(("copy", "transpose")):
         return "copies"
-    if one.name.startswith("convert"):
+    if one.name.startswith(("convert", "loop_convert")):
         return "converts"
     if re.search(r"gated|silu", source):
         return "gated unit"
@@ -106,8 +110,9 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
 
 def _splash(one: hlo.Instruction, shapes: Sequence[tuple[int, ...]], chip: str) -> float:
     """Estimates the seconds of a call of splash attention, from the shapes of the arrays that it
-    reads; the largest are the queries, [B, H, T, head_dim]."""
-    queries = max((shape[:3] for shape in shapes if len(shape) == 4), key=math.prod)
+    reads; the largest are the queries, [B, H, T, head_dim], without B if it is 1."""
+    whole = ((1, *shape) if len(shape) == 3 else shape for shape in shapes)
+    queries = max((shape[:3] for shape in whole if len(shape) == 4), key=math.prod)
     blocks = queries[2] / _BLOCK
     blocks = queries[0] * queries[1] * blocks * (blocks + 1) / 2
     forward, dq, dkv, fused = _BUNDLES[chip]

@@ -36,7 +36,7 @@ def run_with(compiler, command):
     path = f"{compiler}{os.pathsep}{os.getcwd()}"
     environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
 
@@ -85,6 +85,21 @@ def test_step_with_splash_attention_compiles_for_v5e(tmp_path, monkeypatch):
     assert re.search(r"compiled: reads .* and writes .*, \d\.\d\d times", output)
     last = output.splitlines()[-1]
     assert re.fullmatch(r"peak \d+\.\d MiB of 15\.8 GiB per chip: fits", last)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "step"),
+    [
+        pytest.param(TPU, "small_v5p", marks=needs(TPU)),
+        pytest.param(GPU, "small_h100", marks=needs(GPU)),
+    ],
+)
+def test_compiled_steps_move_and_take_what_is_recorded(compiler, step):
+    """Where figures were to change, `scripts/check_chips.py --write` records them."""
+    output = run_with(compiler, [sys.executable, "scripts/check_chips.py", step])
+    if "recorded none" in output:
+        pytest.skip(f"no figures for this compiler: {output.splitlines()[0]}")
+    assert len(output.splitlines()) == 4
 
 
 @needs(TPU)
