@@ -12,8 +12,9 @@ do not step here; `tests/bridge/protocol` has that.
 Checked all the time: servers that report the same version have the same weights, bit for bit, and
 give the same greedy tokens. In the end faults stop, and: no step is missing or double, the groups
 sampled are those trained on, dropped or waiting; all servers have the weights of the last version,
-bit for bit those of a server on the exported checkpoint; memory and descriptors of processes that
-lived ten minutes are level. Exits with status 1 otherwise. The same seed draws the same faults.
+bit for bit those of a server on the exported checkpoint; memory and descriptors of processes are
+level, so in the last eight minutes no process is killed. Exits with status 1 otherwise. The same
+seed draws the same faults.
 """
 
 import argparse
@@ -42,7 +43,8 @@ HOSTS = 3
 QUIET = 75.0  # seconds without a new fault at the end
 STALENESS = 1
 _LOOK, _COMPARE = 5.0, 30.0  # seconds between two looks at the processes, and at the servers
-_PATIENCE = 180.0  # seconds for all servers to answer in the end
+_WARM = 5  # steps of a learner before its memory counts
+_PATIENCE = 1200.0  # seconds for all servers to come back and to answer, on a busy machine
 _FOREVER = 1_000_000  # steps
 
 
@@ -62,10 +64,15 @@ class Soak:
         ]
         wait_for(self.hosts, log=log / "vllm.log")
         self.output = stack.enter_context((log / "learner.log").open("ab"))
-        self.usage, self.faults, self.ends = judge.Usage(), Counter[str](), Counter[str]()
+        self.usage, self.faults, self.ends = (
+            judge.Usage(log / "usage.jsonl"),
+            Counter[str](),
+            Counter[str](),
+        )
         self.versions: dict[str, Seen] = {}
         self.wrong: list[str] = []
         self.looked = self.compared = 0.0
+        self.begun = 0  # last step when the learner started
         self.learner = self.start()
         stack.callback(lambda: self.learner.kill())
 
@@ -87,6 +94,7 @@ class Soak:
         command = [*COMMAND, "train", str(CONFIGS / "quickstart_async.toml")]
         command += [word for key, value in keys.items() for word in (f"--{key}", value)]
         environment = os.environ | {"JAXRL_API_KEY": KEY}
+        self.begun = self.step()
         return subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
 
     def step(self) -> int:
@@ -121,12 +129,13 @@ class Soak:
         self.learner = self.start()
 
     def _look(self, now: float) -> None:
-        self.usage.sample("learner", self.learner.pid, time=now)
-        for i, one in enumerate(self.hosts):
-            self.usage.sample(f"host {i}: jaxrl serve", one.process.pid, time=now)
-            self.usage.sample(f"host {i}: agent", one.agent(), time=now)
-            for number, process in enumerate(one.servers()):
-                self.usage.sample(f"host {i}: server, process {number}", process, time=now)
+        if self.step() >= self.begun + _WARM:
+            self.usage.sample("learner", self.learner.pid, time=now)
+        for one in self.hosts:
+            self.usage.sample("jaxrl serve", one.process.pid, time=now)
+            self.usage.sample("agent", one.agent(), time=now)
+            for number, process in enumerate(one.worked()):
+                self.usage.sample(f"server, process {number}", process, time=now)
 
     def compare(self) -> list[Seen | None]:
         """Compares the servers with all that had the same version; returns their states."""
@@ -135,6 +144,19 @@ class Soak:
             if seen is not None and seen != self.versions.setdefault(seen.label, seen):
                 self.wrong.append(f"host {i}: version {seen.label} is not what it was elsewhere")
         return found
+
+    def settle(self) -> None:
+        """Waits until all servers have had a version that is newer than the last fault, and some
+        process of each kind has worked long enough to be judged."""
+        step, end = self.step(), time.monotonic() + _PATIENCE
+        behind = set(range(HOSTS))
+        while behind or self.usage.short():
+            if time.monotonic() > end:
+                self.wrong += [f"host {i} has no version after {step}" for i in sorted(behind)]
+                return
+            self.watch(_LOOK)
+            found = enumerate(self.compare())
+            behind -= {i for i, seen in found if seen is not None and seen.version > step}
 
     def others_healthy(self, chosen: Host) -> bool:
         """Tells whether a server other than a host's is ready: without one the run would end."""
@@ -200,11 +222,13 @@ def _disk_full(soak: Soak, chance: random.Random) -> None:
     soak.store.full_until = time.monotonic() + chance.uniform(5, 60)
 
 
-FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
+KILLS: dict[str, Callable[[Soak, random.Random], None]] = {
     "learner killed": _kill_learner,
-    "learner suspended past its lease": _suspend_learner,
     "server killed": _kill_server,
     "agent killed": _kill_agent,
+}
+OTHERS: dict[str, Callable[[Soak, random.Random], None]] = {
+    "learner suspended past its lease": _suspend_learner,
     "objects damaged": _damage_objects,
     "objects deleted": _delete_objects,
     "link swallows packets": _swallow,
@@ -227,6 +251,7 @@ def main() -> int:
         soak = Soak(options, stack)
         _disturb(soak)
         soak.watch(QUIET)
+        soak.settle()
         return _report(soak)
 
 
@@ -234,12 +259,13 @@ def _disturb(soak: Soak) -> None:
     """Draws faults until the time is over."""
     options, chance = soak.options, random.Random(soak.options.seed)
     end = time.monotonic() + 60 * options.minutes
-    while time.monotonic() < end:
+    while (now := time.monotonic()) < end:
         soak.watch(chance.uniform(*options.between))
-        name = chance.choice(list(FAULTS))
+        faults = OTHERS if now > end - judge.LONG else KILLS | OTHERS
+        name = chance.choice(list(faults))
         soak.faults[name] += 1
         print(f"{time.strftime('%X')} step {soak.step()}: {name}", flush=True)
-        FAULTS[name](soak, random.Random(chance.random()))
+        faults[name](soak, random.Random(chance.random()))
 
 
 def _report(soak: Soak) -> int:

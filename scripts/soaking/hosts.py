@@ -31,6 +31,12 @@ class Seen(NamedTuple):
     weights: str  # checksums of all tensors
     tokens: tuple[int, ...]  # greedy ones, of the same label
 
+    @property
+    def version(self) -> int:
+        """The version of its label; -1 before the first publish."""
+        number = self.label.partition("@")[0]
+        return int(number) if number.isdigit() else -1
+
 
 class Host:
     """A machine: `jaxrl serve` with one server, behind a link from the learner and one to the
@@ -38,8 +44,9 @@ class Host:
 
     def __init__(self, process: subprocess.Popen[bytes], *, port: int, links: dict[str, Link]):
         self.process, self.port, self.links = process, port, links
+        self._worked = set[int]()
         self._client = httpx2.Client(
-            base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=20.0, trust_env=False
+            base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=60.0, trust_env=False
         )
 
     @property
@@ -64,6 +71,7 @@ class Host:
             answer = self._client.post("/inference/v1/generate", json=body).raise_for_status()
             (choice,) = answer.json()["choices"]
             labels = {span["version"] for span in choice.get("weight_versions") or ()}
+            self._worked = set(self.servers())
             same = labels == {label} and self._label() == label
             return Seen(label, weights, tuple(choice["token_ids"])) if same else None
         except (httpx2.RequestError, httpx2.HTTPStatusError):
@@ -89,6 +97,10 @@ class Host:
         found = processes("vllm.entrypoints.openai.api_server", str(self.port))
         groups = {os.getpgid(process) for process in found}
         return [p for p in processes() if group(p) in groups]
+
+    def worked(self) -> list[int]:
+        """Returns the processes of its server once they have given tokens."""
+        return [process for process in self.servers() if process in self._worked]
 
     def kill_server(self) -> None:
         """Kills all processes of the server."""

@@ -1,21 +1,21 @@
 """Judgement of a soak: counters balance, versions are true, memory and descriptors stay level."""
 
 import json
+import math
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.runs import Entries, markdown, rollouts
+from scipy.stats import theilslopes
 
 from jaxrl.tracking.tracker import read_metrics
 
 _PARTS = ("trained", "stale", "zero_variance", "waiting")
-_SHOWN, _LONG = 60.0, 600.0  # seconds; processes that lived shorter are not shown, not judged
-# Of memory, MB of memory beside, of descriptors: from the second to the last third.
-_GROWTH, _BESIDE, _MORE = 1.1, 64.0, 8
+LONG = 480.0  # seconds; processes that worked shorter are not judged
+_MEMORY, _DESCRIPTORS = 2.0, 0.5  # MB and number a minute that none may grow by
+_BLOCK = 30.0  # seconds: longer than a step, within which memory goes up and down
 
 
 def steps(run_dir: Path, *, staleness: int) -> list[str]:
@@ -58,11 +58,12 @@ class _Sample(NamedTuple):
 
 
 class Usage:
-    """Memory and descriptors of processes, over time."""
+    """Memory and descriptors of processes by role, over the time that they worked."""
 
-    def __init__(self) -> None:
-        """Begins without a process."""
-        self._seen: dict[tuple[str, int], list[_Sample]] = defaultdict(list)
+    def __init__(self, roles: Iterable[str], *, file: Path) -> None:
+        """Begins without a process; appends what it sees to a file."""
+        self._seen: dict[str, dict[int, list[_Sample]]] = {role: {} for role in roles}
+        self._file = file
 
     def sample(self, role: str, process: int | None, *, time: float) -> None:
         """Looks at a process; does nothing if it has ended."""
@@ -72,47 +73,67 @@ class Usage:
         except OSError:
             return
         memory = pages * os.sysconf("SC_PAGESIZE") / 1e6
-        self._seen[role, process or 0].append(_Sample(time, memory, count))
+        found = self._seen[role].setdefault(process or 0, [])
+        found.append(_Sample(time, memory, count))
+        with self._file.open("a") as file:
+            print(json.dumps([role, process, time, memory, count]), file=file)
+
+    def short(self) -> list[str]:
+        """Returns the roles without a process that worked long enough to be judged."""
+        return [role for role in self._seen if not self._long(role)]
 
     def judge(self) -> tuple[str, list[str]]:
-        """Returns a table with a row for each role, of its processes that lived long enough, and
-        what grew."""
-        rows, wrong = list[dict[str, str]](), list[str]()
-        for role in sorted({role for role, _ in self._seen}):
-            found = [s for (of, _), s in self._seen.items() if of == role and _lived(s) >= _SHOWN]
-            if not found:
-                continue
-            found = [s for s in found if _lived(s) >= _LONG] or found
-            worst = max(found, key=lambda samples: _ends(samples, 0)[1] - _ends(samples, 0)[0])
-            memory, descriptors = _ends(worst, 0), max((_ends(s, 1) for s in found), key=_grown)
+        """Returns a table with a row for each role, and what grows or could not be judged."""
+        rows = list[dict[str, str]]()
+        wrong = [f"{role}: none worked {LONG:.0f} s, so none was judged" for role in self.short()]
+        for role in self._seen.keys() - self.short():
+            found = self._long(role)
+            memory = max((_trend(samples, "memory") for samples in found), key=_slope)
+            descriptors = max((_trend(samples, "descriptors") for samples in found), key=_slope)
             rows.append(
                 {
                     "process": role,
-                    "processes": str(len(found)),
-                    "longest": f"{max(map(_lived, found)) / 60:.0f} min",
-                    "memory": "{:.0f} -> {:.0f} MB".format(*memory),
-                    "descriptors": "{:.0f} -> {:.0f}".format(*descriptors),
+                    "judged": f"{len(found)} of {len(self._seen[role])}",
+                    "longest": f"{max(map(_worked, found)) / 60:.0f} min",
+                    "memory": f"{memory.first:.0f} -> {memory.last:.0f} MB",
+                    "per minute": f"{memory.slope:+.2f} ({memory.low:+.2f} to {memory.high:+.2f})",
+                    "descriptors": f"{descriptors.first:.0f} -> {descriptors.last:.0f}",
                 }
             )
-            if max(map(_lived, found)) < _LONG:
-                continue
-            if memory[1] > memory[0] * _GROWTH + _BESIDE:
-                wrong.append(f"{role}: memory grew from {memory[0]:.0f} to {memory[1]:.0f} MB")
-            if _grown(descriptors) > _MORE:
-                wrong.append(f"{role}: descriptors grew from {descriptors[0]} to {descriptors[1]}")
-        return markdown(rows), wrong
+            if memory.slope > _MEMORY:
+                wrong.append(f"{role}: memory grows by {memory.slope:.1f} MB a minute")
+            if descriptors.slope > _DESCRIPTORS:
+                wrong.append(f"{role}: descriptors grow by {descriptors.slope:.1f} a minute")
+        return markdown(sorted(rows, key=lambda row: row["process"])), wrong
+
+    def _long(self, role: str) -> list[list[_Sample]]:
+        return [samples for samples in self._seen[role].values() if _worked(samples) >= LONG]
 
 
-def _lived(samples: Sequence[_Sample]) -> float:
+class _Trend(NamedTuple):
+    first: float
+    last: float
+    slope: float  # per minute
+    low: float  # 95 % of the slope
+    high: float
+
+
+def _worked(samples: Sequence[_Sample]) -> float:
     return samples[-1].time - samples[0].time
 
 
-def _grown(ends: tuple[float, float]) -> float:
-    return ends[1] - ends[0]
+def _slope(trend: _Trend) -> float:
+    return trend.slope
 
 
-def _ends(samples: Sequence[_Sample], which: int) -> tuple[float, float]:
-    """Returns the medians of the second and of the last third: the first one warms up."""
-    values: list[Any] = [sample[1 + which] for sample in samples]
-    third = max(1, len(values) // 3)
-    return median(values[third : 2 * third] or values), median(values[-third:])
+def _trend(samples: Sequence[_Sample], of: str) -> _Trend:
+    """Returns the Theil-Sen slope of what a process never gave back: of the lowest values of blocks
+    in the second half of its samples."""
+    floors, begin = dict[int, float](), samples[0].time + _worked(samples) / 2
+    for sample in samples:
+        if sample.time >= begin:
+            block = int((sample.time - begin) // _BLOCK)
+            floors[block] = min(floors.get(block, math.inf), getattr(sample, of))
+    values, minutes = list(floors.values()), [block * _BLOCK / 60 for block in floors]
+    slope = theilslopes(values, minutes)
+    return _Trend(values[0], values[-1], slope.slope, slope.low_slope, slope.high_slope)

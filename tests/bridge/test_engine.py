@@ -324,6 +324,10 @@ def test_all_workers_answers_are_read(engine: ChildEngine, failing: list[int]) -
     assert (f"worker {failing.index(1)}" in error) if any(failing) else not error
 
 
+def test_the_engine_learns_of_a_worker_that_dies_in_a_call(engine: ChildEngine) -> None:
+    assert engine.call("woken_by_a_death") == [True, True, True]
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["being written", "written again"])
 def test_payload_changed_during_load_poisons(serving: Serving, again: bool) -> None:
     """The writer removes the manifest first, so what was loaded may be of two versions."""
@@ -354,16 +358,13 @@ def test_wire_dtype_may_be_narrower(serving: Serving) -> None:
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}
-    with SharedMemoryPublisher(
-        [serving.engine], wire=bf16, sampler=f32, learner=LEARNER
-    ) as publisher:
-        publisher.publish(source, version=0)
-    narrow = serving.engine.generate(PROMPTS)
-    with SharedMemoryPublisher(
-        [serving.engine], wire=f32, sampler=f32, learner=LEARNER
-    ) as publisher:
-        publisher.publish(ListSource(rounded), version=0)
-    assert serving.engine.generate(PROMPTS) == narrow
+    outputs = []
+    for wire, weights in ((bf16, source), (f32, ListSource(rounded))):
+        roles: Any = {"wire": wire, "sampler": f32, "learner": LEARNER}
+        with SharedMemoryPublisher([serving.engine], **roles) as publisher:
+            publisher.publish(weights, version=0)
+        outputs.append(serving.engine.generate(PROMPTS))
+    assert outputs[0] == outputs[1]
 
 
 def test_the_head_computes_in_the_dtype_of_the_learners_logits(

@@ -4,10 +4,12 @@ Each line of standard input is a request, {"call": name, ...arguments}. Each lin
 is a response, {"ok": result} or {"error": message}.
 """
 
+import contextlib
 import gc
 import json
 import os
 import sys
+from collections import deque
 from pathlib import Path
 
 
@@ -121,27 +123,8 @@ class Engine:
     def unread_answers(self, failing: list[bool]) -> list:
         """Calls workers, some of which fail, through vLLM's executor; returns (the error, the
         number of answers that it left unread)."""
-        from collections import deque
-
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
-
-        from jaxrl.bridge.in_vllm import plugin
-
-        plugin.register()
-        status = WorkerProc.ResponseStatus
-
-        class Queue(deque):
-            def enqueue(self, call):
-                for i, (queue, fails) in enumerate(zip(queues, failing, strict=True)):
-                    queue.append((status.FAILURE if fails else status.SUCCESS, f"worker {i}"))
-
-            def dequeue(self, timeout=None):
-                return self.popleft()
-
-        queues = [Queue() for _ in failing]
-        executor = MultiprocExecutor.__new__(MultiprocExecutor)
-        executor.is_failed, executor.futures_queue = False, deque()
-        executor.rpc_broadcast_mq, executor.response_mqs = Queue(), queues
+        queues = [Answers() for _ in failing]
+        executor = executor_of(queues, failing=failing)
         error = ""
         try:
             executor.collective_rpc("a_method")
@@ -149,6 +132,23 @@ class Engine:
             error = str(raised)
         assert executor.response_mqs is queues
         return [error, sum(map(len, queues))]
+
+    def woken_by_a_death(self) -> list[bool]:
+        """Ends vLLM's executor during a call, as its monitor does after a worker has died; returns
+        which workers' queues it woke, and if the monitor came to its end."""
+        queues = [Answers(), Answers()]
+        executor = executor_of(queues, failing=[False, False])
+        ended = []
+
+        def die(timeout=None):
+            executor.shutdown()
+            ended.append(True)
+            raise RuntimeError("cancelled")
+
+        queues[0].dequeue = die
+        with contextlib.suppress(RuntimeError):
+            executor.collective_rpc("a_method")
+        return [*(queue.woken for queue in queues), bool(ended)]
 
     def _after(self, tensors: int, act) -> None:
         network = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -169,6 +169,38 @@ class Engine:
 
     def loaded_modules(self) -> list[str]:
         return sorted({"jax", "flax"} & sys.modules.keys())
+
+
+class Answers(deque):
+    """A worker's queue of answers."""
+
+    woken = False
+
+    def dequeue(self, timeout=None):
+        return self.popleft()
+
+    def shutdown(self):
+        self.woken = True
+
+
+def executor_of(queues: list[Answers], *, failing: list[bool]):
+    """Makes vLLM's executor of workers without processes, some of which fail at each call."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+    from jaxrl.bridge.in_vllm import plugin
+
+    plugin.register()
+    status = WorkerProc.ResponseStatus
+
+    class Calls(Answers):
+        def enqueue(self, call):
+            for i, (queue, fails) in enumerate(zip(queues, failing, strict=True)):
+                queue.append((status.FAILURE if fails else status.SUCCESS, f"worker {i}"))
+
+    executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor.is_failed, executor.futures_queue = False, deque()
+    executor.rpc_broadcast_mq, executor.response_mqs = Calls(), queues
+    return executor
 
 
 def _two_largest(found) -> list[float]:

@@ -56,7 +56,7 @@ def _read_all_answers() -> None:
         except RuntimeError:
             if any(one.read for one in noted) and kwargs.get("unique_reply_rank") is None:
                 for one in noted:
-                    with contextlib.suppress(TimeoutError):
+                    with contextlib.suppress(TimeoutError, RuntimeError):  # late, or dead
                         one.read or one.dequeue(timeout=_LAGGARD)
             raise
         finally:
@@ -74,3 +74,8 @@ class _Noted:
     def dequeue(self, timeout: float | None = None) -> Any:
         self.read = True
         return self._queue.dequeue(timeout=timeout)
+
+    def shutdown(self) -> None:
+        """Wakes the reader. vLLM's monitor calls it when a worker has died, and only then tells the
+        engine, whose death /health and the process's end report."""
+        self._queue.shutdown()

@@ -17,7 +17,7 @@ from jaxrl import huggingface
 from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError, new_learner
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import LocalServer, ServerOptions
+from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.process import AgentProcess
@@ -146,6 +146,18 @@ def test_workers_refuse_together(server: LocalServer, tmp_path: Path) -> None:
         assert set(after.versions) == {4}
 
 
+def dies_within(seconds: float, server: LocalServer) -> bool:
+    """Tells if the server ends in time, as `jaxrl serve` notices."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            server.check()
+        except ServerFailedError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 @CUT
 def test_killed_worker_is_noticed(server: LocalServer, tmp_path: Path) -> None:
     """The last test: its half of the weights is gone, and no publish succeeds without it."""
@@ -157,3 +169,4 @@ def test_killed_worker_is_noticed(server: LocalServer, tmp_path: Path) -> None:
             with pytest.raises((UnavailableError, PoisonedError)):
                 learner.publish(weights(0), version=version)
             assert not own.connected
+    assert dies_within(60, server)
