@@ -358,10 +358,9 @@ def test_wire_dtype_may_be_narrower(serving: Serving) -> None:
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     source = ParamsSource(params(QWEN3, 1), decoder(QWEN3).specs, dtype=bf16)
     rounded = {name: array.astype(f32) for name, array in source}
-    outputs = []
+    outputs, roles = [], {"sampler": f32, "learner": LEARNER}
     for wire, weights in ((bf16, source), (f32, ListSource(rounded))):
-        roles: Any = {"wire": wire, "sampler": f32, "learner": LEARNER}
-        with SharedMemoryPublisher([serving.engine], **roles) as publisher:
+        with SharedMemoryPublisher([serving.engine], wire=wire, **roles) as publisher:
             publisher.publish(weights, version=0)
         outputs.append(serving.engine.generate(PROMPTS))
     assert outputs[0] == outputs[1]
