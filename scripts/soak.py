@@ -64,11 +64,8 @@ class Soak:
         ]
         wait_for(self.hosts, log=log / "vllm.log")
         self.output = stack.enter_context((log / "learner.log").open("ab"))
-        self.usage, self.faults, self.ends = (
-            judge.Usage(log / "usage.jsonl"),
-            Counter[str](),
-            Counter[str](),
-        )
+        self.usage = judge.Usage(log / "usage.jsonl")
+        self.faults, self.ends = Counter[str](), Counter[str]()
         self.versions: dict[str, Seen] = {}
         self.wrong: list[str] = []
         self.looked = self.compared = 0.0
@@ -130,12 +127,11 @@ class Soak:
 
     def _look(self, now: float) -> None:
         if self.step() >= self.begun + _WARM:
-            self.usage.sample("learner", self.learner.pid, time=now)
+            self.usage.sample("learner", [self.learner.pid], time=now)
         for one in self.hosts:
-            self.usage.sample("jaxrl serve", one.process.pid, time=now)
+            self.usage.sample("jaxrl serve", [one.process.pid], time=now)
             self.usage.sample("agent", one.agent(), time=now)
-            for number, process in enumerate(one.worked()):
-                self.usage.sample(f"server, process {number}", process, time=now)
+            self.usage.sample("server", one.worked(), time=now)
 
     def compare(self) -> list[Seen | None]:
         """Compares the servers with all that had the same version; returns their states."""
@@ -183,7 +179,7 @@ def _kill_server(soak: Soak, chance: random.Random) -> None:
 
 
 def _kill_agent(soak: Soak, chance: random.Random) -> None:
-    if process := chance.choice(soak.hosts).agent():
+    for process in chance.choice(soak.hosts).agent():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 

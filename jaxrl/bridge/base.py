@@ -5,8 +5,8 @@ import them too.
 """
 
 import os
-import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -45,20 +45,24 @@ class LearnerIdentity(NamedTuple):
     """Identity of a learner. A server takes weights from only one learner."""
 
     name: str  # of the run; a resumed run has the same name and may connect again
-    session: str  # random, of one process; an earlier process of the same run is refused
+    session: str  # when the process began, in hexadecimal; an earlier one of the run is refused
     replaces: str = ""  # name of the learner whose servers it takes over
 
 
-def new_learner(name: str | None = None, *, replaces: str = "") -> LearnerIdentity:
+def new_learner(
+    name: str | None = None, *, replaces: str = "", begun: int | None = None
+) -> LearnerIdentity:
     """Returns a new identity for this process in the run `name`, by default in its own run; raises
-    ValueError for a name that `is_name` refuses."""
+    ValueError for a name that `is_name` refuses. `begun` orders the processes of a run: nanoseconds
+    since the epoch, by default now."""
     name = f"process {os.getpid()} on {socket.gethostname()}" if name is None else name
     if not is_name(name):
         raise ValueError(
             f"the learner's name {name!r:.300} must be printable and have at most {_MAX_NAME} "
             "characters"
         )
-    return LearnerIdentity(name, secrets.token_hex(8), replaces)
+    begun = time.time_ns() if begun is None else begun
+    return LearnerIdentity(name, f"{begun:016x}", replaces)
 
 
 def is_name(value: Any) -> bool:

@@ -88,7 +88,7 @@ def open_sampler(
             f"lora.publish = 'adapters' needs a single process, and there are {hosts.count}; set "
             "lora.publish = 'merged'"
         )
-    sync = Sync(config, weights, hosts.share(run_learner(directory)), hosts)
+    sync = Sync(config, weights, hosts.on_leader(lambda: run_learner(directory)), hosts)
     if not hosts.leads:
         follow = follower(sync)
         follow(weights.params, version=weights.version)

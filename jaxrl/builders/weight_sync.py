@@ -38,6 +38,7 @@ from jaxrl.core import Hosts, Precision
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Model, Params, lora
 from jaxrl.sampling import VllmSampler
+from jaxrl.tracking.tracker import read_metrics
 
 Publish = Callable[..., dict[str, float]]
 """(params, version=...) -> metrics, such as seconds, once all sampling uses `params`."""
@@ -93,15 +94,18 @@ class Sync(NamedTuple):
 
 
 def run_learner(directory: Path) -> LearnerIdentity:
-    """Returns the identity of a run's learner, with the same name when the run resumes. The
-    environment variable JAXRL_TAKE_OVER names a learner to replace.
+    """Returns the identity of a run's learner, with the same name when the run resumes, and a later
+    session than at its starts before, even if the clock has stepped back. The environment variable
+    JAXRL_TAKE_OVER names a learner to replace.
 
     Raises:
       ValueError: if the directory's path cannot be part of a name.
     """
     name = f"{directory.resolve()} on {socket.gethostname()}"
+    starts = [e.get("time", 0.0) for e in read_metrics(directory / "starts.jsonl")]
+    begun = round(max(starts) * 1e9) + len(starts) if starts else None
     try:
-        return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""))
+        return new_learner(name, replaces=os.environ.get(TAKE_OVER, ""), begun=begun)
     except ValueError as error:
         raise ValueError(
             f"run_dir = {str(directory)!r:.300}: servers know a run by its directory, and {error}; "

@@ -44,7 +44,7 @@ class Host:
 
     def __init__(self, process: subprocess.Popen[bytes], *, port: int, links: dict[str, Link]):
         self.process, self.port, self.links = process, port, links
-        self._worked = set[int]()
+        self._worked = list[int]()
         self._client = httpx2.Client(
             base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=60.0, trust_env=False
         )
@@ -71,7 +71,7 @@ class Host:
             answer = self._client.post("/inference/v1/generate", json=body).raise_for_status()
             (choice,) = answer.json()["choices"]
             labels = {span["version"] for span in choice.get("weight_versions") or ()}
-            self._worked = set(self.servers())
+            self._worked = self.servers()
             same = labels == {label} and self._label() == label
             return Seen(label, weights, tuple(choice["token_ids"])) if same else None
         except (httpx2.RequestError, httpx2.HTTPStatusError):
@@ -85,12 +85,10 @@ class Host:
     def _label(self) -> str:
         return self._client.get("/weight_info").raise_for_status().json()["weight_version"]
 
-    def agent(self) -> int | None:
-        """Returns the process of its agent."""
-        for process in processes("jaxrl.bridge.store.agent"):
-            if parent(process) == self.process.pid:
-                return process
-        return None
+    def agent(self) -> list[int]:
+        """Returns the process of its agent, if that runs."""
+        found = processes("jaxrl.bridge.store.agent")
+        return [process for process in found if parent(process) == self.process.pid]
 
     def servers(self) -> list[int]:
         """Returns the processes of its server."""
@@ -99,8 +97,8 @@ class Host:
         return [p for p in processes() if group(p) in groups]
 
     def worked(self) -> list[int]:
-        """Returns the processes of its server once they have given tokens."""
-        return [process for process in self.servers() if process in self._worked]
+        """Returns the processes of its server once they have given tokens, as long as all live."""
+        return self._worked if set(self._worked) <= set(self.servers()) else []
 
     def kill_server(self) -> None:
         """Kills all processes of the server."""

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from jaxrl.tracking.tracker import read_metrics
 _PARTS = ("trained", "stale", "zero_variance", "waiting")
 LONG = 480.0  # seconds; processes that worked shorter are not judged
 _MEMORY, _DESCRIPTORS = 2.0, 0.5  # MB and number a minute that none may grow by
+_ROLES = "learner", "jaxrl serve", "agent", "server"
 _BLOCK = 30.0  # seconds: longer than a step, within which memory goes up and down
 
 
@@ -60,34 +61,37 @@ class _Sample(NamedTuple):
 class Usage:
     """Memory and descriptors of processes by role, over the time that they worked."""
 
-    def __init__(self, roles: Iterable[str], *, file: Path) -> None:
+    def __init__(self, file: Path) -> None:
         """Begins without a process; appends what it sees to a file."""
-        self._seen: dict[str, dict[int, list[_Sample]]] = {role: {} for role in roles}
+        self._seen: dict[str, dict[int, list[_Sample]]] = {role: {} for role in _ROLES}
         self._file = file
 
-    def sample(self, role: str, process: int | None, *, time: float) -> None:
-        """Looks at a process; does nothing if it has ended."""
+    def sample(self, role: str, processes: Sequence[int], *, time: float) -> None:
+        """Looks at processes that work together; does nothing if one has ended."""
+        pages = descriptors = 0
         try:
-            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-            count = len(os.listdir(f"/proc/{process}/fd"))
+            for process in processes:
+                pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+                descriptors += len(os.listdir(f"/proc/{process}/fd"))
         except OSError:
             return
-        memory = pages * os.sysconf("SC_PAGESIZE") / 1e6
-        found = self._seen[role].setdefault(process or 0, [])
-        found.append(_Sample(time, memory, count))
-        with self._file.open("a") as file:
-            print(json.dumps([role, process, time, memory, count]), file=file)
+        if processes:
+            sample = _Sample(time, pages * os.sysconf("SC_PAGESIZE") / 1e6, descriptors)
+            self._seen[role].setdefault(processes[0], []).append(sample)
+            with self._file.open("a") as file:
+                print(json.dumps([role, processes[0], *sample]), file=file)
 
     def short(self) -> list[str]:
         """Returns the roles without a process that worked long enough to be judged."""
-        return [role for role in self._seen if not self._long(role)]
+        return [role for role in _ROLES if not self._long(role)]
 
     def judge(self) -> tuple[str, list[str]]:
         """Returns a table with a row for each role, and what grows or could not be judged."""
         rows = list[dict[str, str]]()
         wrong = [f"{role}: none worked {LONG:.0f} s, so none was judged" for role in self.short()]
-        for role in self._seen.keys() - self.short():
-            found = self._long(role)
+        for role in _ROLES:
+            if not (found := self._long(role)):
+                continue
             memory = max((_trend(samples, "memory") for samples in found), key=_slope)
             descriptors = max((_trend(samples, "descriptors") for samples in found), key=_slope)
             rows.append(
@@ -104,7 +108,7 @@ class Usage:
                 wrong.append(f"{role}: memory grows by {memory.slope:.1f} MB a minute")
             if descriptors.slope > _DESCRIPTORS:
                 wrong.append(f"{role}: descriptors grow by {descriptors.slope:.1f} a minute")
-        return markdown(sorted(rows, key=lambda row: row["process"])), wrong
+        return markdown(rows), wrong
 
     def _long(self, role: str) -> list[list[_Sample]]:
         return [samples for samples in self._seen[role].values() if _worked(samples) >= LONG]

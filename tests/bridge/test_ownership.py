@@ -54,6 +54,19 @@ def test_resumed_run_replaces_its_earlier_process() -> None:
     ownership.require(resumed)
 
 
+def test_a_killed_process_that_connects_late_is_refused() -> None:
+    """Its request was on its way when the run was started again, or replaced."""
+    ownership, (killed, resumed) = Ownership(), (new_learner(A.name), new_learner(A.name))
+    connect(ownership, resumed)
+    with pytest.raises(ForeignError, match="taken the server over from this process"):
+        connect(ownership, killed)
+    earlier, taker = new_learner(A.name, replaces=B.name), new_learner(B.name, replaces=A.name)
+    connect(ownership, taker)
+    with pytest.raises(ForeignError, match="taken the server over from this process"):
+        connect(ownership, earlier)
+    connect(ownership, new_learner(A.name, replaces=B.name))
+
+
 @given(st.lists(st.integers(0, 5), max_size=12))
 def test_two_learners_never_take_turns(order: list[int]) -> None:
     """Whatever connects in whatever order, a learner that was replaced does not come back."""

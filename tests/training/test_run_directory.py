@@ -1,10 +1,12 @@
 """Files of a run directory: complete at any time for concurrent readers."""
 
+import time
 from importlib import metadata
 
 import jax
 import pytest
 
+from jaxrl.builders.weight_sync import run_learner
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training import rollbacks
 from jaxrl.training.run_directory import check_config, record_start
@@ -46,3 +48,14 @@ def test_starts_record_jaxrl_installed_or_not(version, tmp_path, monkeypatch):
     record_start(tmp_path, step=0, devices=jax.devices())
     (start,) = read_metrics(tmp_path / "starts.jsonl")
     assert start["versions"]["jaxrl"] == (version or "source tree")
+
+
+def test_each_start_is_a_later_learner_though_the_clock_steps_back(tmp_path, monkeypatch):
+    """A server refuses an earlier process of a run: its request to connect may come late."""
+    sessions = []
+    for now in (2e9, 2e9, 1e9, 1e9 + 10, 2e9 + 1):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        record_start(tmp_path, step=0, devices=jax.devices())
+        sessions.append(run_learner(tmp_path).session)
+    assert sessions == sorted(set(sessions))
+    assert {len(session) for session in sessions} == {16}

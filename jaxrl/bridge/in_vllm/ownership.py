@@ -17,7 +17,8 @@ class Ownership:
 
     A learner keeps the server until it disconnects. A resumed process of the same run may take its
     place; any other learner must name the one it replaces. A replaced process stays out, otherwise
-    two learners would take turns unnoticed.
+    two learners would take turns unnoticed. So does an earlier process of the same run, or of the
+    run that was replaced: its request was on its way when it was killed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,8 @@ class Ownership:
         held = self._learner
         if held is None or held == learner:
             return
-        if learner.session in self._replaced:
+        earlier = learner.session < held.session and learner.name in (held.name, held.replaces)
+        if earlier or learner.session in self._replaced:
             raise ForeignError(f"learner {held.name!r} has taken the server over from this process")
         if held.name not in (learner.name, learner.replaces):
             raise ForeignError(

@@ -57,7 +57,7 @@ def on(
 
 
 PUBLISHING = on({path: (2, ON_REQUESTS) for path in STEPS}, most=3)
-CONNECTING = on({AGAIN[0]: (1, ON_REQUESTS), AGAIN[1]: (2, ON_REQUESTS[:-1])}, most=2)
+CONNECTING = on({AGAIN[0]: (1, ON_REQUESTS), AGAIN[1]: (2, ON_REQUESTS)}, most=2)
 
 
 class Protocol(RuleBasedStateMachine):
