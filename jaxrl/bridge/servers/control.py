@@ -79,6 +79,7 @@ class VllmServer:
         self._learner: dict[str, str] = {}
         self._admitted = False  # by the server, which then admits no other learner
         self._rests = 0.0  # until this time
+        self._publishing = False  # or a publish ended halfway; it may be paused
 
     def connect(
         self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
@@ -168,6 +169,7 @@ class VllmServer:
             self._reconnect()
             marks = [time.perf_counter()]
             self._client.headers[lease.PUBLISH] = secrets.token_hex(8)
+            self._publishing = True
             # The KV cache belongs to the old weights; vLLM recomputes it for requests in flight.
             self._call("POST", f"/pause?mode={in_flight}&clear_cache=true")
             marks.append(time.perf_counter())
@@ -175,6 +177,7 @@ class VllmServer:
             refusal = self._load({"payload": payload, "version": version, "learner": self._learner})
             marks.append(time.perf_counter())
             self._while_paused("/resume")
+            self._publishing = False
             marks.append(time.perf_counter())
             if refusal is not None:
                 raise refusal
@@ -189,7 +192,7 @@ class VllmServer:
                 found = self.weight_version()
             else:
                 found = self._probe(_VERSION)["weight_version"]
-        self.connected = found == self._label(label)
+        self.connected = found == self._label(label) and not self._publishing
         return self.connected
 
     def load_adapter(self, name: str, directory: PurePath) -> None:
