@@ -42,7 +42,7 @@ from soaking.store import FaultyStore
 HOSTS = 3
 QUIET = 75.0  # seconds without a new fault at the end
 STALENESS = 1
-_LOOK, _COMPARE = 5.0, 30.0  # seconds between two looks at the processes, and at the servers
+_LOOK, _COMPARE = 2.0, 30.0  # seconds between two looks at the processes, and at the servers
 _WARM = 5  # steps of a learner before its memory counts
 _PATIENCE = 1200.0  # seconds for all servers to come back and to answer, on a busy machine
 _FOREVER = 1_000_000  # steps
@@ -68,10 +68,13 @@ class Soak:
         self.faults, self.ends = Counter[str](), Counter[str]()
         self.versions: dict[str, Seen] = {}
         self.wrong: list[str] = []
-        self.looked = self.compared = 0.0
+        self.compared = 0.0
         self.begun = 0  # last step when the learner started
         self.learner = self.start()
         stack.callback(lambda: self.learner.kill())
+        self.over = threading.Event()
+        stack.callback(self.over.set)
+        threading.Thread(target=self._look, daemon=True).start()
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts or resumes the learner."""
@@ -105,9 +108,6 @@ class Soak:
         while (now := time.monotonic()) < end:
             if (status := self.learner.poll()) is not None:
                 self._ended(status)
-            if now > self.looked + _LOOK:
-                self.looked = now
-                self._look(now)
             if now > self.compared + _COMPARE:
                 self.compared = now
                 self.compare()
@@ -125,13 +125,15 @@ class Soak:
             time.sleep(1)
         self.learner = self.start()
 
-    def _look(self, now: float) -> None:
-        if self.step() >= self.begun + _WARM:
-            self.usage.sample("learner", [self.learner.pid], time=now)
-        for one in self.hosts:
-            self.usage.sample("jaxrl serve", [one.process.pid], time=now)
-            self.usage.sample("agent", one.agent(), time=now)
-            self.usage.sample("server", one.worked(), time=now)
+    def _look(self) -> None:
+        while not self.over.wait(_LOOK):
+            now = time.monotonic()
+            if self.step() >= self.begun + _WARM:
+                self.usage.sample("learner", [self.learner.pid], time=now)
+            for one in self.hosts:
+                self.usage.sample("jaxrl serve", [one.process.pid], time=now)
+                self.usage.sample("agent", one.agent(), time=now)
+                self.usage.sample("server", one.worked(), time=now)
 
     def compare(self) -> list[Seen | None]:
         """Compares the servers with all that had the same version; returns their states."""
@@ -142,15 +144,15 @@ class Soak:
         return found
 
     def settle(self) -> None:
-        """Waits until all servers have had a version that is newer than the last fault, and some
-        process of each kind has worked long enough to be judged."""
+        """Waits until all servers have had a version that is newer than the last fault, and memory
+        and descriptors are level: both may need time, and a leak would go on."""
         step, end = self.step(), time.monotonic() + _PATIENCE
         behind = set(range(HOSTS))
-        while behind or self.usage.short():
+        while behind or self.usage.judge()[1]:
             if time.monotonic() > end:
                 self.wrong += [f"host {i} has no version after {step}" for i in sorted(behind)]
                 return
-            self.watch(_LOOK)
+            self.watch(5.0)
             found = enumerate(self.compare())
             behind -= {i for i, seen in found if seen is not None and seen.version > step}
 
@@ -266,12 +268,9 @@ def _disturb(soak: Soak) -> None:
 
 def _report(soak: Soak) -> int:
     """Ends the run, prints what happened and what is wrong, and returns the status."""
-    steps, wrong = soak.step(), soak.wrong
-    soak.watch(30.0)
-    if soak.step() == steps:
-        wrong.append(f"the run does not go on after step {steps}")
+    wrong = soak.wrong
     soak.learner.terminate()
-    if (status := soak.learner.wait(300)) != 128 + signal.SIGTERM:
+    if (status := soak.learner.wait(_PATIENCE)) != 128 + signal.SIGTERM:
         wrong.append(f"the run ended with status {status} after SIGTERM")
     wrong += judge.steps(soak.run_dir, staleness=STALENESS)
     wrong += _final(soak)

@@ -1,22 +1,23 @@
 """Judgement of a soak: counters balance, versions are true, memory and descriptors stay level."""
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import NamedTuple
 
 from experiments.runs import Entries, markdown, rollouts
-from scipy.stats import theilslopes
 
 from jaxrl.tracking.tracker import read_metrics
 
 _PARTS = ("trained", "stale", "zero_variance", "waiting")
 LONG = 480.0  # seconds; processes that worked shorter are not judged
-_MEMORY, _DESCRIPTORS = 2.0, 0.5  # MB and number a minute that none may grow by
+_PARTS_OF_LIFE = 8
+# MB, and number, that none may grow by in as long as it has worked, at the lower rate of those from
+# each of its last parts to the next: a leak goes on, and an allocator's growth comes to an end.
+_MEMORY, _DESCRIPTORS = 64.0, 8.0
 _ROLES = "learner", "jaxrl serve", "agent", "server"
-_BLOCK = 30.0  # seconds: longer than a step, within which memory goes up and down
 
 
 def steps(run_dir: Path, *, staleness: int) -> list[str]:
@@ -81,63 +82,58 @@ class Usage:
             with self._file.open("a") as file:
                 print(json.dumps([role, processes[0], *sample]), file=file)
 
-    def short(self) -> list[str]:
-        """Returns the roles without a process that worked long enough to be judged."""
-        return [role for role in _ROLES if not self._long(role)]
-
     def judge(self) -> tuple[str, list[str]]:
         """Returns a table with a row for each role, and what grows or could not be judged."""
         rows = list[dict[str, str]]()
-        wrong = [f"{role}: none worked {LONG:.0f} s, so none was judged" for role in self.short()]
+        wrong = list[str]()
         for role in _ROLES:
             if not (found := self._long(role)):
+                wrong.append(f"{role}: none worked {LONG:.0f} s, so none was judged")
                 continue
-            memory = max((_trend(samples, "memory") for samples in found), key=_slope)
-            descriptors = max((_trend(samples, "descriptors") for samples in found), key=_slope)
+            memory = max((_trend(samples, "memory") for samples in found), key=_growth)
+            descriptors = max((_trend(samples, "descriptors") for samples in found), key=_growth)
             rows.append(
                 {
                     "process": role,
                     "judged": f"{len(found)} of {len(self._seen[role])}",
                     "longest": f"{max(map(_worked, found)) / 60:.0f} min",
-                    "memory": f"{memory.first:.0f} -> {memory.last:.0f} MB",
-                    "per minute": f"{memory.slope:+.2f} ({memory.low:+.2f} to {memory.high:+.2f})",
-                    "descriptors": f"{descriptors.first:.0f} -> {descriptors.last:.0f}",
+                    "memory in the last parts": f"{memory.shown} MB",
+                    "growth at the lower rate": f"{memory.growth:+.0f} MB",
+                    "descriptors": descriptors.shown,
                 }
             )
-            if memory.slope > _MEMORY:
-                wrong.append(f"{role}: memory grows by {memory.slope:.1f} MB a minute")
-            if descriptors.slope > _DESCRIPTORS:
-                wrong.append(f"{role}: descriptors grow by {descriptors.slope:.1f} a minute")
+            if memory.growth > _MEMORY:
+                wrong.append(f"{role}: memory grows: {memory.shown} MB")
+            if descriptors.growth > _DESCRIPTORS:
+                wrong.append(f"{role}: descriptors grow: {descriptors.shown}")
         return markdown(rows), wrong
 
     def _long(self, role: str) -> list[list[_Sample]]:
-        return [samples for samples in self._seen[role].values() if _worked(samples) >= LONG]
+        seen = list(self._seen[role].values())  # others may begin meanwhile
+        return [samples for samples in seen if _worked(samples) >= LONG]
 
 
 class _Trend(NamedTuple):
-    first: float
-    last: float
-    slope: float  # per minute
-    low: float  # 95 % of the slope
-    high: float
+    shown: str
+    growth: float  # in all the time that the process worked
+
+
+def _growth(trend: _Trend) -> float:
+    return trend.growth
 
 
 def _worked(samples: Sequence[_Sample]) -> float:
     return samples[-1].time - samples[0].time
 
 
-def _slope(trend: _Trend) -> float:
-    return trend.slope
-
-
 def _trend(samples: Sequence[_Sample], of: str) -> _Trend:
-    """Returns the Theil-Sen slope of what a process never gave back: of the lowest values of blocks
-    in the second half of its samples."""
-    floors, begin = dict[int, float](), samples[0].time + _worked(samples) / 2
+    """Returns how what a process never gives back grows: the lowest tenth in each of the last parts
+    of its life. Within a step memory goes up and down."""
+    begin, worked = samples[0].time, _worked(samples)
+    parts = [list[float]() for _ in range(_PARTS_OF_LIFE)]
     for sample in samples:
-        if sample.time >= begin:
-            block = int((sample.time - begin) // _BLOCK)
-            floors[block] = min(floors.get(block, math.inf), getattr(sample, of))
-    values, minutes = list(floors.values()), [block * _BLOCK / 60 for block in floors]
-    slope = theilslopes(values, minutes)
-    return _Trend(values[0], values[-1], slope.slope, slope.low_slope, slope.high_slope)
+        part = int(_PARTS_OF_LIFE * (sample.time - begin) / worked)
+        parts[min(part, _PARTS_OF_LIFE - 1)].append(getattr(sample, of))
+    first, second, last = (quantiles(values * 2, n=10)[0] for values in parts[-3:])
+    shown = f"{first:.0f} -> {second:.0f} -> {last:.0f}"
+    return _Trend(shown, _PARTS_OF_LIFE * min(second - first, last - second))
