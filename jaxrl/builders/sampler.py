@@ -2,7 +2,7 @@
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ class Serving(NamedTuple):
     sampler: Sampler
     publish: Publish
     score: Score | None = None  # a server's log-probs of given tokens
+    # Names and values of what the sampler's arithmetic depends on; a server takes 15 seconds.
+    facts: Callable[[], dict[str, str]] = dict
 
 
 @contextmanager
@@ -148,7 +150,16 @@ def _open_client(
             )
         send = stack.enter_context(open_send(sync, named, adapters=needs.adapters, check=check))
         publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
-        yield Serving(client, publish, None if stock else client.score)
+        facts = functools.partial(_facts_of_servers, named)
+        yield Serving(client, publish, None if stock else client.score, facts)
+
+
+def _facts_of_servers(named: Sequence[VllmServer]) -> dict[str, str]:
+    """Joins the facts of several servers; where they differ, each value is named."""
+    found = [server.facts() for server in named]
+    names = dict.fromkeys(name for one in found for name in one)
+    values = {name: sorted({one.get(name, "unknown") for one in found}) for name in names}
+    return {"sampler": "vLLM"} | {name: " and ".join(texts) for name, texts in values.items()}
 
 
 def _embedded(
@@ -175,6 +186,7 @@ def _embedded(
         sampler.load(lora.merge(params), version=version)
         return numbers
 
+    used: Sampler = sampler
     if config.devices:
-        return Serving(OneAtATime(sampler, own.mesh.devices.flat[0]), publish)
-    return Serving(sampler, publish)
+        used = OneAtATime(sampler, own.mesh.devices.flat[0])
+    return Serving(used, publish, facts=lambda: {"sampler": "embedded"})

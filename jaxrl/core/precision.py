@@ -179,6 +179,15 @@ class Precision:
         """Dtype that matrix products accumulate in and return before the cast to `activations`."""
         return jnp.promote_types(self.compute, jnp.float32)
 
+    def rounded(self, x: jax.Array, module: str) -> jax.Array:
+        """Rounds what a module of the model hands on to `activations`. `diagnostics.attribution`
+        has policies that round the results of some modules further."""
+        return x.astype(self.activations)
+
+    def inside(self, module: str) -> "Precision":
+        """Returns the policy of the arithmetic inside a module: this one, here."""
+        return self
+
     @property
     def algorithm(self) -> Any:
         """The `precision` argument of every product."""

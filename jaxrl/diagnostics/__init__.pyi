@@ -15,6 +15,17 @@ from .alarms.rules import RULES as RULES
 from .alarms.table import Cause as Cause, Finding as Finding, Rule as Rule
 from .completions import completion_metrics as completion_metrics, format_marks as format_marks
 from .ratio.agreement import agreement_metrics as agreement_metrics
+from .ratio.attribution import (
+    MODULES as MODULES,
+    Attribution as Attribution,
+    attribute as attribute,
+)
+from .ratio.certificate import (
+    BANDS as BANDS,
+    Certificate as Certificate,
+    certify as certify,
+    forward_facts as forward_facts,
+)
 from .ratio.pictures import draw as draw
 from .ratio.replay import (
     Score as Score,

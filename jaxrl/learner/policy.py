@@ -196,10 +196,11 @@ def _forward(
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.gathered_head(weights), batch.tokens, mask)
     entropy = values = None
+    head = precision.inside("head")
     if Need.ENTROPY in needs:
-        pi, entropy = token_logprobs_and_entropy(*tokens, precision=precision)
+        pi, entropy = token_logprobs_and_entropy(*tokens, precision=head)
     else:
-        pi = token_logprobs(*tokens, precision=precision)
+        pi = token_logprobs(*tokens, precision=head)
     if Need.VALUES in needs:
         values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
     return Scores(

@@ -47,6 +47,7 @@ def block(
       None for a dense layer.
     """
     constrain, stream = context.constrain, ("batch", "length", "embed")
+    precision = context.precision
     if "conv" in layer:
         normed = context.layer_norm(x, layer, "attn_norm")
         more, kept = linear_attention(normed, layer, attend, context=context)
@@ -58,9 +59,10 @@ def block(
         flat = out.reshape(*x.shape[:2], -1)
         if gate is not None:
             flat = _opened(flat, gate, context=context)
-        more = project(flat, layer, "o", precision=context.precision)
-        more = add_bias(more, layer, "o", precision=context.precision)
-    x = constrain(x + context.layer_norm(more, layer, "attn_out_norm"), stream)
+        more = project(flat, layer, "o", precision=precision)
+        more = add_bias(more, layer, "o", precision=precision)
+    x = precision.rounded(x + context.layer_norm(more, layer, "attn_out_norm"), "stream")
+    x = constrain(x, stream)
     normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
     if "router" not in layer:
         more = gated(normed, layer, context=context)
@@ -69,10 +71,10 @@ def block(
         if "shared_gate" in layer:
             shared = gated(normed, layer, context=context, prefix="shared_")
             if "shared_score" in layer:
-                score = project(normed, layer, "shared_score", precision=context.precision)
+                score = project(normed, layer, "shared_score", precision=precision)
                 shared = _opened(shared, score, context=context)
             more = more + shared
-    x = x + context.layer_norm(more, layer, "mlp_out_norm")
+    x = precision.rounded(x + context.layer_norm(more, layer, "mlp_out_norm"), "stream")
     return constrain(x, stream), kept, routing
 
 
@@ -80,7 +82,7 @@ def _opened(x: jax.Array, gate: jax.Array, *, context: LayerContext) -> jax.Arra
     """Multiplies by the sigmoid of a gate, in `accumulate`; the result is in `activations`."""
     precision = context.precision
     x, gate = x.astype(precision.accumulate), gate.astype(precision.accumulate)
-    return (x * jax.nn.sigmoid(gate)).astype(precision.activations)
+    return precision.rounded(x * jax.nn.sigmoid(gate), "products")
 
 
 def project_qkv(
@@ -96,19 +98,22 @@ def project_qkv(
         return (*project_latent(x, layer, table, context=context), None)
 
     def heads(y: jax.Array, name: str, axis: str) -> jax.Array:
+        y = precision.rounded(y, "cache" if name == "v" else "products")
         y = add_bias(y, layer, name, precision=precision)
         y = context.constrain(y, ("batch", "length", axis))
         if config.qk_norm == "projection":
             y = context.layer_norm(y, layer, f"{name}_norm")
         if context.by_heads:
-            return _arranged(y, layer, table, name, axis, context=context)
+            y = _arranged(y, layer, table, name, axis, context=context)
+            return precision.rounded(y, "softmax" if name == "q" else "cache")
         y = y.reshape(*x.shape[:2], -1, config.head_dim)
         if config.qk_norm == "head":
             y = context.layer_norm(y, layer, f"{name}_norm")
         if name == "v":
             return y
         own = table.queries if name == "q" else None
-        return apply_rope(y, own or table, precision=precision)
+        y = apply_rope(y, own or table, precision=precision)
+        return precision.rounded(y, "cache" if name == "k" else "softmax")
 
     if config.fused:
         queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
@@ -159,6 +164,6 @@ def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = ""
     gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
     gelu = config.activation == "gelu_tanh"
     gate = jax.nn.gelu(gate, approximate=True) if gelu else jax.nn.silu(gate)
-    hidden = (gate * up).astype(precision.activations)
+    hidden = precision.rounded(gate * up, "products")
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
     return project(hidden, layer, f"{prefix}down", precision=precision)

@@ -60,7 +60,7 @@ def mixture(
     units = jnp.arange(config.experts.intermediate_size, dtype=jnp.int32)
     own = (layer[name] for name in names)
     parts = run(x, routing.experts, routing.weights, numbers, units, *own)
-    y = jnp.sum(parts, axis=(0, 1)).astype(precision.activations)
+    y = precision.rounded(jnp.sum(parts, axis=(0, 1)), "products")
     return context.constrain(y, ("batch", "length", "embed")), routing
 
 
@@ -72,7 +72,8 @@ def route(
     precision = context.precision
     settings = context.config.experts
     assert settings is not None
-    unrounded = dataclasses.replace(precision, activations=precision.accumulate)
+    wide = precision.inside("router")
+    unrounded = dataclasses.replace(wide, activations=precision.accumulate)
     logits = matmul(x, layer["router"], precision=unrounded)
     logits = add_bias(logits, layer, "router", precision=unrounded)
     if settings.scores == "sigmoid":
@@ -167,7 +168,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
 
     def project(x, name):
-        y = product(x, own[name]).astype(precision.accumulate)
+        y = precision.rounded(product(x, own[name]), "products").astype(precision.accumulate)
         if f"{name}_bias" not in own:
             return y
         bias = own[f"{name}_bias"].astype(precision.accumulate)
@@ -181,7 +182,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     else:
         gate, up = project(tokens, "expert_gate"), project(tokens, "expert_up")
     hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
-    y = project(hidden.astype(precision.activations), "expert_down")
+    y = project(precision.rounded(hidden, "products"), "expert_down")
     y = jnp.where(inside, y, 0)
     y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
     weights = weights.reshape(-1, chosen, 1)

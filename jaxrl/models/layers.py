@@ -139,10 +139,13 @@ class LayerContext(NamedTuple):
         by sqrt(D), rounded to `compute` as transformers rounds it to the weights' dtype."""
         precision = self.precision
         if not self.config.scaled_embedding:
-            return embedded.astype(precision.activations)
+            return precision.rounded(embedded, "embedding")
         scale = jnp.asarray(self.config.hidden_size**0.5, precision.compute)
         wide = embedded.astype(precision.accumulate) * scale.astype(precision.accumulate)
-        return wide.astype(precision.activations)
+        return precision.rounded(wide, "embedding")
+
+
+_DIVIDED = ("q", "k", "v", "qkv")  # projections that are rounded once they are divided by heads
 
 
 def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
@@ -150,11 +153,11 @@ def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> j
     [..., in] -> [..., out] in `precision.activations`."""
     y = matmul(x, layer[name], precision=precision)
     if f"{name}_a" not in layer:
-        return y
+        return y if name in _DIVIDED else precision.rounded(y, "products")
     low = matmul(x, layer[f"{name}_a"], precision=precision)
     more = matmul(low, layer[f"{name}_b"], precision=precision)
     wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
-    return wide.astype(precision.activations)
+    return precision.rounded(wide, "products")
 
 
 def add_bias(y: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
@@ -163,7 +166,7 @@ def add_bias(y: jax.Array, layer: Layer, name: str, *, precision: Precision) -> 
     if f"{name}_bias" not in layer:
         return y
     bias = layer[f"{name}_bias"].astype(precision.accumulate).reshape(1, 1, -1)
-    return (y.astype(precision.accumulate) + bias).astype(precision.activations)
+    return precision.rounded(y.astype(precision.accumulate) + bias, "products")
 
 
 def _embed_forward(table, tokens, precision):
@@ -194,4 +197,4 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, precision: Precisio
     wide = x.astype(precision.accumulate)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = weight.astype(precision.accumulate).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return (wide * inverse * scale).astype(precision.activations)
+    return precision.rounded(wide * inverse * scale, "norms")

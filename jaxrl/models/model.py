@@ -208,7 +208,8 @@ class _Decoder(NamedTuple):
 
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
-                return self.attend(q, k, v, seen, scoring=scoring, precision=precision), None
+                inside = precision.inside("softmax")
+                return self.attend(q, k, v, seen, scoring=scoring, precision=inside), None
 
             def recurrence_of(inputs, gates):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None

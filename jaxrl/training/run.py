@@ -31,6 +31,7 @@ from jaxrl.tracking.samples import Samples
 from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
+from jaxrl.training.certificate import check_certificate
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import Inputs, compare_inputs, run_inputs, write_inputs
 from jaxrl.training.progress import Progress
@@ -108,6 +109,9 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         closing(checkpoints),
         open_teacher(config, models, layout=layout, hosts=hosts) as teacher,
     ):
+        certified = hosts.on_leader(
+            lambda: check_certificate(config, serving, model=models.policy.config)
+        )
         source = RolloutSource(
             config=config,
             task=task,
@@ -133,7 +137,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         attention = learning.check_attention(config)
         notes = _notes(config, task, recipe=recipe, teaches=teaches, hosts=hosts)
         lines = (*repaired, _beginning(run, progress, start), *tried, *notes, change)
-        for line in filter(None, (*lines, attention, learning.rows_note)):
+        for line in filter(None, (*lines, attention, learning.rows_note, certified)):
             tracker.note(line)
         yield run, state, progress
 

@@ -29,7 +29,7 @@ def measurement(
         "shape_noise_std": 0.0,
     }
     timed = {} if seconds is None else {"seconds_per_step": seconds}
-    return Measurement(name, "embedded f32", numbers | timed, EMPTY)
+    return Measurement(name, "embedded f32", numbers | timed, EMPTY, {})
 
 
 EXACT = measurement("exact", error=1.0, phantom=0, std=1e-6, seconds=2.0)

@@ -28,12 +28,14 @@ from jaxrl.bridge.base import (
     marker,
 )
 from jaxrl.bridge.in_vllm import auth, lease, relay
+from jaxrl.bridge.servers import facts
 from jaxrl.bridge.servers.connection import limits, make_client
 
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
 _REST = 10  # times as long as it let a probe wait, a failed server is not probed again
 _WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
 _VERSION = "/weight_info"
+_INFO = "/server_info?config_format=json"
 _NO_ROUTE = f"{_VERSION}: 404 "
 _TRIED = ("0.32.0",)  # versions of vLLM that the tests run
 
@@ -222,10 +224,19 @@ class VllmServer:
     def dtypes(self) -> tuple[str, str]:
         """Returns the dtypes that the server and its head compute in, such as "bfloat16" and
         "float32". Takes 15 seconds, because the server also lists its whole environment."""
-        info = self._call("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
+        info = self._call("GET", _INFO)["vllm_config"]["model_config"]
         dtype = info["dtype"].removeprefix("torch.")
         head = (info["hf_overrides"] or {}).get("head_dtype", "model")
         return dtype, dtype if head == "model" else head
+
+    def facts(self) -> dict[str, str]:
+        """Returns vLLM's version and the settings that its arithmetic depends on, by name. Takes as
+        long as `dtypes`; a server without jaxrl's engine tells its version alone."""
+        self._read_version()
+        found = {"vLLM": self.version or "unknown"}
+        with contextlib.suppress(ControlError):
+            found |= facts.of_server(self._call("GET", _INFO))
+        return found
 
     def max_model_len(self) -> int:
         """Returns the longest sequence that the server takes, in tokens."""

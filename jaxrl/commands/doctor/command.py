@@ -3,9 +3,13 @@ completions and scores the same tokens with the learner of each dtype policy. It
 recommends one, and writes OUT/doctor.png and OUT/doctor.json. Completions come from the
 embedded sampler in the sampler dtype of each, from vLLM servers that it starts (--sampler vllm),
 or from a running server. Do not use a training run's server: MODEL replaces its weights.
+--certify judges one precision and writes OUT/certificate.json, which `jaxrl train` holds a run with
+that directory to. The exit status is 3 if it does not pass. --attribute divides beta of one
+precision among the modules of the model.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
-  jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master"""
+  jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master
+  jaxrl doctor MODEL --certify --precisions bf16_master --out runs/mine"""
 
 import argparse
 import functools
@@ -14,7 +18,7 @@ import json
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
@@ -28,6 +32,12 @@ def parser() -> argparse.ArgumentParser:
     made = options.parser("doctor", DoctorConfig, description=__doc__, usage="MODEL")
     made.add_argument("model.path", metavar="MODEL", help="directory of a Hugging Face model")
     made.add_argument("--server", metavar="URL", help="a running vLLM server (`jaxrl serve`)")
+    made.add_argument(
+        "--certify", action="store_true", help="judge one precision; write OUT/certificate.json"
+    )
+    made.add_argument(
+        "--attribute", action="store_true", help="divide beta of one precision among the modules"
+    )
     return made
 
 
@@ -39,12 +49,27 @@ def main(argv: Sequence[str]) -> int:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
 
+    if arguments.certify and arguments.attribute:
+        raise toml_file.ConfigError("--certify and --attribute: give one of them")
+    note = functools.partial(print, file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
+    if arguments.certify:
+        from jaxrl.commands.doctor.certify import certify
+
+        return certify(config, note=note)
+    if arguments.attribute:
+        from jaxrl.commands.doctor.attribute import show_parts
+
+        return show_parts(config, note=note)
+    return _compare(config, note=note)
+
+
+def _compare(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     from jaxrl.commands.doctor.measure import examine  # takes seconds, so after --help
     from jaxrl.commands.doctor.text import recommend, table
     from jaxrl.diagnostics import draw
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
-    measurements = examine(config, note=functools.partial(print, file=sys.stderr, flush=True))
+    measurements = examine(config, note=note)
     advice, out, (low, high) = recommend(measurements), Path(config.out), config.clip_range
     figure = draw(
         {f"{m.precision} / {m.sampler}": m.ratio for m in measurements},

@@ -12,14 +12,16 @@ import numpy as np
 import optax
 
 from jaxrl.bridge import VllmServer, known_key
+from jaxrl.builders.certificate import certified_facts
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
-from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands.doctor.text import Measurement
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.sampler import SamplingConfig
+from jaxrl.config.toml_file import ConfigError
 from jaxrl.core import (
     Minibatch,
     MinibatchShape,
@@ -49,7 +51,9 @@ from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
+    """What is measured."""
+
     config: DoctorConfig
     checkpoint: Checkpoint
     model: Model
@@ -59,33 +63,37 @@ class _Inputs(NamedTuple):
     sampling: SamplingParams
 
 
-class _Samples(NamedTuple):
+class Samples(NamedTuple):
+    """Completions of one sampler."""
+
     rollouts: list[Rollout]
     shape: MinibatchShape
     minibatch: Minibatch
     replay: np.ndarray | None  # the server's scores; None without a server
+    facts: dict[str, str]  # of the sampler, if they were asked for
 
 
-def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measurement]:
+Ask = Callable[[Serving], dict[str, str]]
+"""Reads facts of a sampler while it serves."""
+
+
+def no_facts(serving: Serving) -> dict[str, str]:
+    """Asks nothing."""
+    return {}
+
+
+def examine(
+    config: DoctorConfig, *, note: Callable[[str], None], ask: Ask = no_facts
+) -> list[Measurement]:
     """Measures every precision of the config; those with equal samplers share their completions.
+    `ask` reads the facts that the measurements carry, `Serving.facts` for a certificate.
 
     Raises:
       ValueError: for an unusable model or data.
       ServerFailedError, RefusedError: see `open_sampler`.
     """
-    inputs = _load_inputs(config)
-    served = precisions = config.by_text
-    if config.sampler.url:
-        found = VllmServer(config.sampler.url[0], api_key=known_key()).dtypes()
-        dtype, head = map(np.dtype, found)
-        precisions = {
-            name: dataclasses.replace(precision, wire=dtype, sampler=dtype)
-            for name, precision in precisions.items()
-        }
-        served = {
-            name: dataclasses.replace(precision, logits=head)
-            for name, precision in precisions.items()
-        }
+    inputs = load_inputs(config)
+    precisions, served = both_policies(config)
     groups: dict[Any, list[str]] = {}
     for name, precision in served.items():
         devices = inputs.layout.mesh.devices.flat
@@ -101,7 +109,7 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measur
         if engine == "vLLM" and first.logits != first.sampler:
             sampler += f", head {short_name(first.logits)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
-        samples = _sample(inputs, first, note=note)
+        samples = sample(inputs, first, note=note, ask=ask)
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             measurements[name] = _measure(
@@ -115,7 +123,33 @@ def examine(config: DoctorConfig, *, note: Callable[[str], None]) -> list[Measur
     return [measurements[name] for name in precisions]
 
 
-def _load_inputs(config: DoctorConfig) -> _Inputs:
+def only_precision(config: DoctorConfig, option: str) -> str:
+    """Returns the text of the config's one precision; raises ConfigError if there are several."""
+    if len(config.precisions) == 1:
+        return config.precisions[0]
+    raise ConfigError(
+        f"precisions = {','.join(config.precisions)}: {option} takes one; name it, as in "
+        "--precisions phantom"
+    )
+
+
+def both_policies(config: DoctorConfig) -> tuple[dict[str, Precision], dict[str, Precision]]:
+    """Returns the dtype policies of the learners, and those of their samplers, by their texts. A
+    running server decides `wire`, `sampler` and, for itself alone, `logits`."""
+    precisions = config.by_text
+    if not config.sampler.url:
+        return precisions, precisions
+    found = VllmServer(config.sampler.url[0], api_key=known_key()).dtypes()
+    dtype, head = map(np.dtype, found)
+    own = {
+        name: dataclasses.replace(precision, wire=dtype, sampler=dtype)
+        for name, precision in precisions.items()
+    }
+    return own, {name: dataclasses.replace(one, logits=head) for name, one in own.items()}
+
+
+def load_inputs(config: DoctorConfig) -> Inputs:
+    """Loads the model and the prompts of a config."""
     layout = make_layout(config.mesh)
     checkpoint = Checkpoint(config.model.path)
     sampling = sampling_params(
@@ -133,10 +167,13 @@ def _load_inputs(config: DoctorConfig) -> _Inputs:
         rows = read_rows(config.data.path)
         found = load_prompts(config.data, checkpoint.tokenizer, rows=rows, limit=config.prompts)
         prompts = [example.tokens for example in found.examples]
-    return _Inputs(config, checkpoint, model, params, layout, prompts, sampling)
+    return Inputs(config, checkpoint, model, params, layout, prompts, sampling)
 
 
-def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None]) -> _Samples:
+def sample(
+    inputs: Inputs, precision: Precision, *, note: Callable[[str], None], ask: Ask = no_facts
+) -> Samples:
+    """Samples completions of the prompts and packs them; a server scores them again."""
     config, layout = inputs.config, inputs.layout
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -173,16 +210,17 @@ def _sample(inputs: _Inputs, precision: Precision, *, note: Callable[[str], None
         if serving.score is not None:
             tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
             replayed = replay_batch(serving.score, tokens=tokens, segments=segments)
-    return _Samples(rollouts, shape, minibatch, replayed)
+        facts = ask(serving)
+    return Samples(rollouts, shape, minibatch, replayed, facts)
 
 
 def _measure(
-    inputs: _Inputs,
+    inputs: Inputs,
     name: str,
     *,
     precision: Precision,
     served: Precision,
-    samples: _Samples,
+    samples: Samples,
     sampler: str,
 ) -> Measurement:
     config = inputs.config
@@ -222,10 +260,13 @@ def _measure(
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
-    return Measurement(name, sampler, numbers, tokens)
+    facts = certified_facts(
+        samples.facts, precision, model=inputs.checkpoint.config, temperature=1.0
+    )
+    return Measurement(name, sampler, numbers, tokens, facts)
 
 
-def _step_times(learner: Learner, params: Any, *, samples: _Samples, count: int) -> Iterator[float]:
+def _step_times(learner: Learner, params: Any, *, samples: Samples, count: int) -> Iterator[float]:
     """Times training steps, without compilation."""
     state = jit(learner.init)(params)
     step = jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()

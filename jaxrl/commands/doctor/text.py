@@ -17,6 +17,7 @@ class Measurement(NamedTuple):
     # and needs a server); "tokens", "sequences" and, if steps were timed, "seconds_per_step".
     numbers: dict[str, float]
     ratio: LogRatio  # at equal weights: beta is the whole log-ratio
+    facts: dict[str, str]  # what the numbers depend on, see `certified_facts`
 
     def spreads(self) -> dict[int, float]:
         """Maps a number of tokens to the standard deviation of the log-ratio summed over them."""
@@ -42,10 +43,15 @@ def table(measurements: Sequence[Measurement]) -> str:
         line += [f"{n['shape_noise_std']:.1e}"]
         line += [f"{m.spreads()[x]:.1e}" if x in m.spreads() else "-" for x in lengths]
         lines.append([*line, f"{n['seconds_per_step']:.2f} s"] if timed else line)
+    return columns(lines, left=2)
+
+
+def columns(lines: Sequence[Sequence[str]], *, left: int) -> str:
+    """Formats lines of cells, the first `left` columns to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

@@ -1,0 +1,102 @@
+"""Certificates: the agreement of a learner with its sampler, and what it was measured for.
+
+The policy has not moved, so the whole log-ratio is arithmetic. A certificate says nothing about
+another dtype policy, another server or another model: `Certificate.changes` names the difference.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from jaxrl.core.precision import ROLES, Precision, short_name
+from jaxrl.diagnostics.ratio.agreement import agreement_metrics
+from jaxrl.diagnostics.ratio.split import LogRatio
+
+KL_BAR = 0.015
+"""Largest mismatch KL that passes, in nats a token: prime-rl's bar."""
+
+PHANTOM_BAR = 1e-3
+"""Largest share of tokens that rounding alone may clip."""
+
+BANDS = ((0.999, 1.002), (0.99, 1.01), (0.95, 1.05))
+"""Ranges of the ratio whose shares of tokens a certificate has; the first is that of MLPerf's
+sequence mask, the others are the rows of MaxText's tests."""
+
+_BACKWARD = ("grads", "moments")  # roles of the update alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Agreement of learner and sampler at equal weights.
+
+    Attributes:
+      passed: True if there are no `reasons`.
+      reasons: one line for each bar that was missed.
+      numbers: "tokens"; "kl", E[w - log w - 1] of the ratio w of learner and sampler, in nats;
+        "ratio_in_LOW_HIGH", shares of the tokens whose ratio is in one of the `BANDS`; "phantom",
+        share that the clip of PPO would take; "equal", share with bitwise equal log-probs.
+      facts: what was measured, by name: the roles of the dtype policy, the sampler and its version,
+        the server's flags.
+    """
+
+    passed: bool
+    reasons: list[str]
+    numbers: dict[str, float]
+    facts: dict[str, str]
+
+    def changes(self, facts: Mapping[str, str]) -> list[str]:
+        """Lists, in words, the facts that differ from `facts` now."""
+        names = sorted(self.facts.keys() | facts.keys())
+        return [
+            f"{name} was {self.facts.get(name, 'not there')} and is {facts.get(name, 'not there')}"
+            for name in names
+            if self.facts.get(name) != facts.get(name)
+        ]
+
+    def to_json(self) -> str:
+        """Writes the certificate as JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Certificate":
+        """Reads what `to_json` wrote; raises ValueError if it is not that."""
+        try:
+            found = cls(**json.loads(text))
+            kinds = (found.passed, bool), (found.reasons, list), (found.facts, dict)
+            if not all(isinstance(value, kind) for value, kind in (*kinds, (found.numbers, dict))):
+                raise ValueError("a field has another type")
+            return found
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"it is not what `jaxrl doctor --certify` writes ({error})") from None
+
+
+def certify(tokens: LogRatio, *, low: float, high: float, facts: Mapping[str, str]) -> Certificate:
+    """Judges the log-probs of learner and sampler at equal weights; PPO clips ratios below 1 - low
+    and above 1 + high. The shadow is not read. There must be at least one token."""
+    found = agreement_metrics(tokens, low=low, high=high)
+    ratio = np.exp(tokens.learner - tokens.sampler)
+    kl, phantom = found["k3_kl"], found["phantom"]
+    numbers = {"tokens": len(ratio), "kl": kl}
+    for lowest, highest in BANDS:
+        share = np.mean((ratio >= lowest) & (ratio <= highest))
+        numbers[f"ratio_in_{lowest:g}_{highest:g}"] = float(share)
+    numbers |= {"phantom": phantom, "equal": float(np.mean(tokens.learner == tokens.sampler))}
+    reasons = []
+    if not kl <= KL_BAR:  # NaN does not pass
+        reasons.append(f"the mismatch KL is {kl:.2g} nats a token, and at most {KL_BAR} pass")
+    if not phantom <= PHANTOM_BAR:
+        reasons.append(
+            f"rounding alone clips {100 * phantom:.2g} % of the tokens at a clip of {1 - low:g} to "
+            f"{1 + high:g}, and at most {100 * PHANTOM_BAR:g} % pass"
+        )
+    return Certificate(passed=not reasons, reasons=reasons, numbers=numbers, facts=dict(facts))
+
+
+def forward_facts(precision: Precision | str) -> dict[str, str]:
+    """Names the roles of a dtype policy that a forward pass depends on, each with its value."""
+    precision = Precision.of(precision)
+    roles = {r: short_name(getattr(precision, r)) for r in ROLES if r not in _BACKWARD}
+    settings = {name: getattr(precision, name) for name in ("products", "sums", "latent")}
+    return {f"precision.{name}": value for name, value in (roles | settings).items()}

@@ -1,0 +1,62 @@
+"""The check of a run against the certificate in its directory."""
+
+from pathlib import Path
+
+from jaxrl.builders.certificate import NAME, certified_facts
+from jaxrl.builders.sampler import Serving
+from jaxrl.config.training import Config
+from jaxrl.core import read_whole
+from jaxrl.diagnostics import Certificate
+from jaxrl.models import DecoderConfig
+
+
+class CertificateError(ValueError):
+    """The run directory's certificate does not hold for the run."""
+
+
+def check_certificate(config: Config, serving: Serving, *, model: DecoderConfig) -> str | None:
+    """Compares a run with the certificate in its directory.
+
+    Returns:
+      A line that tells what was certified; None without a certificate.
+
+    Raises:
+      CertificateError: for a certificate that was not passed, was made of something else, or cannot
+        be read; the message names the differences and the remedy.
+    """
+    path = Path(config.run_dir, NAME)
+    text = read_whole(path)
+    if text is None:
+        return None
+    again = _advice(config)
+    try:
+        certificate = Certificate.from_json(text)
+    except ValueError as error:
+        raise CertificateError(f"{path} cannot be read: {error}; {again}") from None
+    temperature = config.sampling.temperature
+    sampler = serving.facts()
+    facts = certified_facts(sampler, config.precision, model=model, temperature=temperature)
+    if changes := certificate.changes(facts):
+        raise CertificateError(f"{path} does not hold here: {'; '.join(changes)}; {again}")
+    if not certificate.passed:
+        raise CertificateError(
+            f"{path} was not passed: {'; '.join(certificate.reasons)}. Change precision or the "
+            f"server's settings (docs/precision.md lists cures) and {again}"
+        )
+    numbers = certificate.numbers
+    return (
+        f"{path}: the mismatch KL was {numbers['kl']:.2g} nats over {numbers['tokens']:.0f} tokens;"
+        " precision and sampler are as certified"
+    )
+
+
+def _advice(config: Config) -> str:
+    if config.sampling.temperature != 1:
+        return "only a temperature of 1 can be certified: delete the file to train without"
+    sampler = "" if config.sampler.name == "embedded" else " --sampler vllm"
+    if config.sampler.url:
+        sampler = f" --server {config.sampler.url[0]}"
+    return (
+        f"certify again (jaxrl doctor {config.model.path} --certify --out {config.run_dir} "
+        f"--precisions {config.precision.text}{sampler}), or delete the file to train without"
+    )
