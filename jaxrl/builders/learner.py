@@ -17,9 +17,11 @@ from jaxrl.core import (
     MinibatchShape,
     abstract_minibatch,
     cast,
+    disagreement,
     jit,
     most_rows,
 )
+from jaxrl.diagnostics import make_drift
 from jaxrl.learner import ActorCritic, Learner, State, make_learner, make_score, reporting_publish
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
@@ -39,6 +41,9 @@ class Learning(NamedTuple):
     # `learner.score` at temperature 1: samplers report greedy tokens so.
     greedy_score: Callable[[Any, Minibatch], Any]
     learning_rate: Callable[[Any], Any]  # optimizer step -> learning rate
+    # (params, minibatch) -> the drift of a sampler that computes differently, as a share of the
+    # gradient; None if it computes alike.
+    drift: Callable[[Any, Minibatch], Any] | None
     critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
     # The initial trainable parameters, in precision.compute; None unless a loss or reward needs it.
     reference: Params | None
@@ -105,10 +110,20 @@ def open_learning(
         ),
         greedy_score=greedy_score,
         learning_rate=learning_rate,
+        drift=_drift(config, model, shardings=layout.constraints(specs)),
         critic=critic,
         reference=reference,
     )
     return learning, state
+
+
+def _drift(
+    config: Config, model: Model, *, shardings: Any
+) -> Callable[[Any, Minibatch], Any] | None:
+    if disagreement(config.precision) is None:
+        return None
+    tempered = model._replace(temperature=config.sampling.temperature)
+    return jit(make_drift(tempered, precision=config.precision, param_shardings=shardings))
 
 
 def needs_reference(config: Config, recipe: Recipe) -> bool:

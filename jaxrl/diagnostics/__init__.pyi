@@ -26,6 +26,7 @@ from .ratio.certificate import (
     certify as certify,
     forward_facts as forward_facts,
 )
+from .ratio.drift import make_drift as make_drift
 from .ratio.pictures import draw as draw
 from .ratio.replay import (
     Score as Score,

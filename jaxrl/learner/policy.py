@@ -23,6 +23,7 @@ from jaxrl.losses.mismatch import mismatch
 from jaxrl.losses.objectives import Objective
 from jaxrl.losses.scores import Need, Scores, require
 from jaxrl.models import lora
+from jaxrl.models.expected import Distributions, expected_logprobs
 from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from jaxrl.models.model import Model
 from jaxrl.models.scorer import token_values
@@ -125,7 +126,8 @@ def make_learner(
             scores, before = objective.survey(scores, minibatch.batch)
             minibatch = replace(minibatch, whole=scores.whole)
         denominators = objective.denominators(minibatch.batch, minibatch.whole)
-        served = published(state.params) if Need.SHADOW in objective.step_needs else None
+        shadowed = objective.step_needs & {Need.SHADOW, Need.EXPECTED}
+        served = published(state.params) if shadowed else None
         given: Any = {"precision": precision, "served": served, "denominators": denominators}
         total = functools.partial(_total, objective, model, **given)
         state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
@@ -147,10 +149,14 @@ def _total(
     """Computes the loss of a microbatch, to be differentiated. `served`, the published weights, is
     given if the loss needs the shadow; `denominators` are sums over the whole batch."""
     needs, batch = objective.step_needs, minibatch.batch
-    own = _forward(needs, model, weights, batch, precision=precision)
+    sampled, other = sampler_precision(precision), None
+    if served is not None and Need.EXPECTED in needs:
+        hidden, _ = _hidden(model, served, batch, precision=sampled)
+        other = Distributions(hidden, model.gathered_head(served), sampled)
+    own = _forward(needs, model, weights, batch, precision=precision, other=other)
     found = _with_given(own, needs, minibatch)
-    if served is not None:
-        shadow = _logprobs(model, served, batch, precision=sampler_precision(precision))
+    if served is not None and Need.SHADOW in needs:
+        shadow = _logprobs(model, served, batch, precision=sampled)
         found = replace(found, shadow=jax.lax.stop_gradient(shadow))
     value, metrics = objective.total(found, batch, denominators=denominators)
     return value, metrics | mismatch(found.logprobs, batch)
@@ -184,32 +190,45 @@ def _forward(
     batch: TokenBatch,
     *,
     precision: Precision,
+    other: Distributions | None = None,
 ) -> Scores:
-    """Computes the scores that the learner's own forward pass gives."""
-    inputs: Any = (weights, batch.tokens, batch.positions, batch.segments)
-    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
-    if model.hidden_routed is None:
-        hidden, imbalance = model.hidden(*inputs, **kwargs), None
-    else:
-        hidden, imbalance, _ = model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)
+    """Computes the scores that the learner's own forward pass gives. `other` are the shadow's
+    distributions, given if the loss needs the mean of the log-probs under them."""
+    hidden, imbalance = _hidden(model, weights, batch, precision=precision)
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.gathered_head(weights), batch.tokens, mask)
-    entropy = values = None
-    head = precision.inside("head")
+    entropy, head = None, precision.inside("head")
     if Need.ENTROPY in needs:
         pi, entropy = token_logprobs_and_entropy(*tokens, precision=head)
     else:
         pi = token_logprobs(*tokens, precision=head)
+    values = expected = None
+    if other is not None:
+        own = Distributions(hidden, tokens[1], head)
+        expected = expected_logprobs(own, other, batch.action_mask)
     if Need.VALUES in needs:
         values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
     return Scores(
         logprobs=pi if written is None else jnp.where(batch.action_mask, pi, 0),
         entropy=entropy,
         observed=None if written is None else jnp.where(written, pi, 0),
+        expected=expected,
         values=values,
         imbalance=imbalance if Need.IMBALANCE in needs else None,
     )
+
+
+def _hidden(
+    model: Model, weights: Params, batch: TokenBatch, *, precision: Precision
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes the hidden states, and the routing's imbalance, None for a dense model. Recorded
+    experts are replayed."""
+    if model.hidden_routed is None:
+        return model.hidden_of(weights, batch, precision=precision), None
+    inputs: Any = (weights, batch.tokens, batch.positions, batch.segments)
+    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
+    return model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)[:2]
 
 
 def _logprobs(

@@ -18,6 +18,7 @@ from .algebra import (
     token_loss as token_loss,
     whole_batch as whole_batch,
 )
+from .centering import score_centering as score_centering
 from .controllers import (
     Controller as Controller,
     EntropyController as EntropyController,

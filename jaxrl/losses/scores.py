@@ -16,6 +16,7 @@ class Need(enum.StrEnum):
     ENTROPY = "entropy"  # of the learner's distribution at each token
     ANCHOR = "anchor"  # log-probs of the learner at the start of the update
     SHADOW = "shadow"  # log-probs of the same weights in the sampler's dtypes
+    EXPECTED = "expected"  # mean of the learner's log-probs under the shadow's distribution
     REFERENCE = "reference"  # log-probs of the frozen reference model
     VALUES = "values"  # a critic's expectation before each token
     IMBALANCE = "imbalance"  # unevenness of the learner's routing to experts
@@ -26,14 +27,15 @@ class Need(enum.StrEnum):
 class Scores:
     """The scores that a loss may read; entry t scores tokens[:, t] given the tokens before it.
 
-    Only `logprobs`, `entropy`, `values`, `imbalance` and `observed` carry a gradient. A score that
-    no loss needs is None.
+    Only `logprobs`, `entropy`, `expected`, `values`, `imbalance` and `observed` carry a gradient. A
+    score that no loss needs is None.
     """
 
     logprobs: jax.Array  # f32[B, T], the learner
     entropy: jax.Array | None = None  # f32[B, T], nats
     anchor: jax.Array | None = None  # f32[B, T]
     shadow: jax.Array | None = None  # f32[B, T]
+    expected: jax.Array | None = None  # f32[B, T], sum over the vocabulary of q log p; q: shadow
     reference: jax.Array | None = None  # f32[B, T]
     values: jax.Array | None = None  # f32[B, T], of a critic, differentiable
     imbalance: jax.Array | None = None  # f32[B, T], see `models.experts.imbalance`

@@ -1,5 +1,6 @@
 """Runs diagnostics before the update: the alpha/beta split and logged samples."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -60,6 +61,9 @@ def _split_ratio(
         return {}, by_token
     low, high = c.clip_range
     found = split_log_ratio(tokens, low=low, high=high)
+    if run.learning.drift is not None:
+        bare = dataclasses.replace(minibatch, anchor=None, reference=None)
+        found["drift"] = float(fetch(run.learning.drift(params, bare)))
     if step == 0:
         noise = shape_noise(
             functools.partial(learner.score, params),

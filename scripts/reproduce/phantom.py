@@ -33,6 +33,7 @@ DEEP = make_arithmetic.MODEL | {
 FAILURE = "f32 learner, bf16 sampler, clipped"
 CONTROL = "sampler in f32, clipped"
 SHADOWED = "shadowed ratio, clipped"
+CENTRED = "score centering, r = 1"
 ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
     FAILURE: {},
     CONTROL: {"precision": "fp32"},
@@ -51,12 +52,16 @@ ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
     SHADOWED: {"loss.ratio": "shadowed"},
     "bf16_master, clipped": {"precision": "bf16_master"},
     "fp16_master, clipped": {"precision": "fp16_master"},
+    CENTRED: {
+        "loss.name": str(Path(__file__).with_name("centred.py")) + ":centred",
+        "loss.ratio": "on_policy",
+    },
 }
 # A coarser sampler: weights rounded to 8 bits, as in engines with quantised weights.
 COARSE = {"precision": "phantom,wire=f8_e4m3"}
 SAMPLERS = {
-    "vllm": [*ROWS],
-    "embedded": [*ROWS],
+    "vllm": [row for row in ROWS if row != CENTRED],
+    "embedded": [row for row in ROWS if row != CENTRED],
     "fp8": [row for row, changes in ROWS.items() if "precision" not in changes],
 }
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}

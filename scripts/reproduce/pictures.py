@@ -8,7 +8,7 @@ import numpy as np
 from reproduce.grid import SMOOTHED, Entries, curve, smooth
 
 COLORS = ("#c1272d", "#555555", "#0a7a5c", "#1f5fbf", "#e08214", "#8e44ad", "#17a2b8", "#a0522d",
-          "#e377c2")  # fmt: skip
+          "#e377c2", "#7f7f00")  # fmt: skip
 STYLES = ("-", "--", ":")
 
 

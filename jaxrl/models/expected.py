@@ -1,0 +1,68 @@
+"""The mean of one model's log-probs under another's distribution, over the whole vocabulary."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl.core.precision import Precision
+from jaxrl.models.logprobs import Head, rounded_logits, tempered
+from jaxrl.models.products import matmul
+
+_POSITIONS = 64  # of a row at once; logits exist for no others
+
+
+class Distributions(NamedTuple):
+    """The distributions of a model's next tokens, as its head makes them."""
+
+    hidden: jax.Array  # [B, T, D] after the final norm
+    head: Head  # capped, at its temperature
+    precision: Precision
+
+
+def expected_logprobs(own: Distributions, other: Distributions, mask: jax.Array) -> jax.Array:
+    """Computes the sum over the vocabulary of q(v) log p(v), p of `own` and q of `other`.
+
+    Args:
+      own: differentiable.
+      other: without gradient.
+      mask: bool[B, T], the tokens before which it is computed.
+
+    Returns:
+      f32[B, T], in nats; entry t belongs to the distributions of token t, given the tokens before
+      it. Entries outside the mask and entry 0 are 0 and have no gradient.
+    """
+    other = other._replace(hidden=lax.stop_gradient(other.hidden))
+    length = mask.shape[1]
+    size = min(_POSITIONS, length)
+    mask = mask.at[:, 0].set(False)
+    padding = -length % size
+
+    def chunks(x: jax.Array) -> jax.Array:
+        wide = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+        return wide.reshape(len(x), -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+    # Position t - 1 predicts token t; outside the mask it may hold any value.
+    rows = [jnp.where(mask[:, :, None], jnp.roll(one.hidden, 1, axis=1), 0) for one in (own, other)]
+
+    @jax.checkpoint
+    def mean(scanned: tuple[jax.Array, jax.Array]) -> jax.Array:
+        mine, theirs = (
+            jax.nn.log_softmax(_logits(x, one), axis=-1)
+            for x, one in zip(scanned, (own, other), strict=True)
+        )
+        return jnp.sum(jnp.exp(lax.stop_gradient(theirs)) * mine, axis=-1)
+
+    found = lax.map(mean, tuple(map(chunks, rows)))
+    found = found.swapaxes(0, 1).reshape(len(mask), -1)[:, :length]
+    return jnp.where(mask, found, 0)
+
+
+def _logits(hidden: jax.Array, one: Distributions) -> jax.Array:
+    wide = dataclasses.replace(one.precision, activations=one.precision.accumulate)
+    z = matmul(hidden, one.head.weights, precision=wide)
+    z = rounded_logits(z, one.head, precision=one.precision)
+    stats = jnp.promote_types(one.precision.logits, jnp.float32)
+    return tempered(z.astype(stats), jnp.asarray(one.head.temperature, stats))

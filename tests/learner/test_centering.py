@@ -1,0 +1,73 @@
+"""Score centering: the term equals the sum over the vocabulary, and removes the drift alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.core.casts import as_served
+from jaxrl.core.packing import MinibatchShape, pack_minibatch
+from jaxrl.core.precision import Precision, sampler_precision
+from jaxrl.diagnostics.ratio.drift import make_drift
+from jaxrl.learner.policy import make_learner
+from jaxrl.losses import objective, reinforce, score_centering, token_sum
+from jaxrl.models.model import decoder
+from tests import tiny
+
+MODEL = decoder(tiny.CONFIG)._replace(temperature=0.8)
+ROLLOUTS = tiny.rollouts(6)
+SHAPE = MinibatchShape(row_length=24, rows_per_microbatch=3)
+BATCH = pack_minibatch(ROLLOUTS, [1.0, -0.5, 2.0, 0.3, -1.0, 0.7], shape=SHAPE)
+
+
+def gradient(loss, precision: str):
+    """The gradient of a step, read off a step of plain descent."""
+    params = tiny.params()
+    learner = make_learner(
+        MODEL, objective(loss, token_sum), optimizer=optax.sgd(1.0), precision=precision
+    )
+    after, metrics = jax.jit(learner.step)(learner.init(params), BATCH)
+    return jax.tree.map(jnp.subtract, params, after.params), metrics
+
+
+def logits(params, hidden: jax.Array) -> jax.Array:
+    """Tempered logits before each token, f32[B, T, V]."""
+    head = MODEL.unembedding(params).astype(jnp.float32)
+    z = jnp.einsum("btd,vd->btv", hidden.astype(jnp.float32), head, precision="highest")
+    return jnp.roll(z, 1, axis=1) / MODEL.temperature
+
+
+@pytest.mark.parametrize("precision", ["phantom", "phantom,wire=f8_e4m3"])
+def test_term_equals_the_sum_over_the_vocabulary(precision):
+    policy, batch = Precision.of(precision), BATCH.batch
+    served = as_served(tiny.params(), policy)
+    hidden = MODEL.hidden_of(served, batch, precision=sampler_precision(policy))
+    q = jax.nn.softmax(logits(served, hidden))
+
+    def brute(params):
+        logp = jax.nn.log_softmax(logits(params, MODEL.hidden_of(params, batch, precision=policy)))
+        taken = jnp.take_along_axis(logp, batch.tokens[:, :, None], axis=-1)[:, :, 0]
+        centred = taken - jnp.sum(q * logp, axis=-1)
+        return -jnp.sum(jnp.where(batch.action_mask, batch.advantages * centred, 0))
+
+    found, _ = gradient(reinforce() + score_centering(), precision)
+    expected, size = jax.grad(brute)(tiny.params()), optax.tree.norm(found)
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
+    assert difference < 2e-5 * size
+    plain, _ = gradient(reinforce(), precision)
+    drift = optax.tree.norm(jax.tree.map(jnp.subtract, found, plain))
+    assert drift > 50 * difference
+    share = jax.jit(make_drift(MODEL, precision=precision))(tiny.params(), BATCH)
+    assert share == pytest.approx(float(drift / optax.tree.norm(plain)), rel=1e-3)
+
+
+def test_matched_sampler_has_no_drift():
+    """E_p[grad log p] = 0: only roundings remain."""
+    centred, metrics = gradient(reinforce() + score_centering(), "fp32")
+    plain, plain_metrics = gradient(reinforce(), "fp32")
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, centred, plain))
+    assert difference < 1e-5 * optax.tree.norm(plain)
+    np.testing.assert_allclose(  # the term adds nothing to the value
+        metrics["loss"].total, plain_metrics["loss"].total, rtol=1e-6
+    )
