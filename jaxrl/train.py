@@ -108,7 +108,11 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
                 with clock(seconds, "time/publish"):
                     progress.step += 1
                     published = run.publish(state.policy.params, version=progress.step)
-            numbers = run.hosts.share(rollouts.numbers | learned | published | seconds)
+                judged: Numbers = {}
+                if run.judge is not None:
+                    with clock(seconds, "time/judge"):
+                        judged = run.judge.compare(progress.step, rollouts.sampled)
+            numbers = run.hosts.share(rollouts.numbers | learned | published | judged | seconds)
             if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
                 run.tracker.note(note)
             run.tracker.log(progress.step, step_metrics(rollouts, numbers, tokenizer=tokenizer))

@@ -93,6 +93,7 @@ WHOLE = {
     "test_hosts.py",
     "test_inputs.py",
     "test_install_torch.py",
+    "test_judge.py",
     "test_launch.py",
     "test_lora_runs.py",
     "test_packaging.py",

@@ -23,6 +23,7 @@ class TaskData(NamedTuple):
     rewards: Sequence[Reward]  # the reward functions
     # Weight of each part of the reward: the functions by name, then MODEL, then ENVIRONMENT.
     weights: Mapping[str, float]
+    judge: Reward | None = None  # the function of judge.path, which nothing trains on
 
 
 def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> TaskData:
@@ -48,7 +49,10 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
         weights[MODEL] = c.model_weight
     if config.environment.name is not None:
         weights[ENVIRONMENT] = 1.0
-    return TaskData(tokenizer, tools, prompts, held_out, rewards, weights)
+    judge = None
+    if config.judge.path is not None and not config.judge.by_hand:
+        (judge,) = load_rewards((config.judge.path,), timeout=c.timeout, key="judge.path")
+    return TaskData(tokenizer, tools, prompts, held_out, rewards, weights, judge)
 
 
 def _check_lengths(config: Config, examples: Sequence[Example], *, policy: Checkpoint) -> None:

@@ -47,9 +47,11 @@ def _try_reward(config: Config, term: Reward, example: Example, *, texts: Sequen
     scored = [score([term], [text], [example]) for text in texts]
     failures = [one.first_failure for one in scored if one.first_failure is not None]
     if len(failures) == len(texts) > 1 and term.weight:
-        path = next(p for p in config.reward.path if p.rpartition(":")[2] == term.name)
+        named = [("reward.path", path) for path in config.reward.path]
+        named.append(("judge.path", config.judge.path or ""))
+        key, path = next(one for one in named if one[1].rpartition(":")[2] == term.name)
         raise ValueError(
-            f"reward.path = {path!r}: on the first row of the data, {failures[0]}; correct the "
+            f"{key} = {path!r}: on the first row of the data, {failures[0]}; correct the "
             "function, or the row"
         )
     values = [float(one.components[term.name][0]) for one in scored]

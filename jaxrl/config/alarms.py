@@ -53,12 +53,13 @@ class AlarmsConfig(_Rules):
         due = (name for name, action in self.actions.items() if action == "rollback_precision")
         return next(due, None)
 
-    def reach(self, *, probe_every: int) -> int:
+    def reach(self, *, probe_every: int, judge_every: int) -> int:
         """Returns the most steps that a rollback may have to go back. held_out is not counted: it
         returns to the best checkpoint, which is always kept."""
         back = {"not_finite": self.limits.not_finite_steps}
-        # Three probes, and the step before the first of them.
+        # Three probes or judgements, and the step before the first of them.
         back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)
+        back["judge"] = 2 * judge_every + 1
         due = (steps for name, steps in back.items() if self.actions[name].startswith("rollback"))
         return max([self.limits.window, *due])
 

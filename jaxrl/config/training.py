@@ -11,6 +11,7 @@ from jaxrl.config.critic import CriticConfig
 from jaxrl.config.data import DataConfig
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.judge import JudgeConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.probe import ProbeConfig
@@ -48,6 +49,7 @@ class Config(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     probe: ProbeConfig = ProbeConfig()
+    judge: JudgeConfig = JudgeConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -90,7 +92,10 @@ class Config(RunConfig):
         before the steps that can raise it."""
         if not self.alarms.rolls_back:
             return self.checkpoint.keep
-        back = self.alarms.reach(probe_every=self.probe.every) + self.checkpoint.every
+        back = (
+            self.alarms.reach(probe_every=self.probe.every, judge_every=self.judge.every)
+            + self.checkpoint.every
+        )
         dues = (every for every in (self.checkpoint.every, self.eval.every) if every)
         return max(self.checkpoint.keep, sum(math.ceil(back / every) for every in dues) + 1)
 

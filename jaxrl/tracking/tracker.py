@@ -159,7 +159,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def incomplete_logs(directory: Path) -> list[str]:
     """Returns a line for each log whose last line is incomplete; raises as `read_metrics`."""
-    paths = [directory / name for name in ("metrics.jsonl", "samples.jsonl", "starts.jsonl")]
+    paths = [directory / f"{name}.jsonl" for name in ("metrics", "samples", "judge", "starts")]
     return [f"{p}: its last line was incomplete and is dropped" for p in paths if _read(p)[1]]
 
 

@@ -122,8 +122,9 @@ def read(directory: Path) -> list[Rollback]:
 def settle(directory: Path, config: Config) -> Config:
     """Carries out a decided rollback; returns the config with the changes of all rollbacks.
 
-    Metrics after the checkpoint move to `rolled_back_N.jsonl`, samples to
-    `rolled_back_N_samples.jsonl`. Without checkpoints, files of old rollbacks are removed.
+    Metrics after the checkpoint move to `rolled_back_N.jsonl`, samples and judgements to
+    `rolled_back_N_samples.jsonl` and `rolled_back_N_judge.jsonl`. Without checkpoints, files of
+    old rollbacks are removed.
 
     Raises:
       ResumeError: if a changed key has a value that the run never had, or rollbacks cannot be read
@@ -154,11 +155,12 @@ def settle(directory: Path, config: Config) -> Config:
 
 
 def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
-    """Removes the steps after `last.to` from metrics, samples and checkpoints."""
-    samples = directory / "samples.jsonl"
-    kept = _move_steps(samples, directory / f"rolled_back_{number}_samples.jsonl", after=last.to)
-    if samples.exists():
-        write_lines(samples, kept)
+    """Removes the steps after `last.to` from metrics, samples, judgements and checkpoints."""
+    for name in ("samples", "judge"):
+        path = directory / f"{name}.jsonl"
+        kept = _move_steps(path, directory / f"rolled_back_{number}_{name}.jsonl", after=last.to)
+        if path.exists():
+            write_lines(path, kept)
     entries = read_metrics(directory / "metrics.jsonl")
     kept = _move_steps(
         directory / "metrics.jsonl", directory / f"rolled_back_{number}.jsonl", after=last.to

@@ -34,6 +34,7 @@ from jaxrl.training import rollbacks
 from jaxrl.training.certificate import check_certificate
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import Inputs, compare_inputs, run_inputs, write_inputs
+from jaxrl.training.judge import Judge
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
@@ -51,6 +52,7 @@ class Run(NamedTuple):
     publish: Publish  # sends weights to the sampler
     score: Score | None  # the server's log-probs of given tokens; None without a server
     samples: Samples | None  # writes rollouts for people to read; None on processes other than 0
+    judge: Judge | None  # compares its scores with rewards; None as `samples`, or without one
     checkpoints: Checkpoints  # in the run directory
     # Takes metrics and notes; a NullTracker on processes other than 0.
     tracker: Tracker | NullTracker
@@ -131,6 +133,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             publish=serving.publish,
             score=serving.score,
             samples=_open_samples(source, step=progress.step) if hosts.leads else None,
+            judge=_open_judge(source, tracker, step=progress.step) if hosts.leads else None,
             checkpoints=checkpoints,
             tracker=tracker,
         )
@@ -150,7 +153,8 @@ def _try(
         config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
     )
     params = sampling_params(config.sampling, models.policy, seed=config.seed)
-    return runner, params, try_task(config, task, runner, rewards=task.rewards, params=params)
+    rewards = [*task.rewards, *([task.judge] if task.judge is not None else [])]
+    return runner, params, try_task(config, task, runner, rewards=rewards, params=params)
 
 
 def _beginning(run: Run, progress: Progress, start: Fork | None) -> str | None:
@@ -196,6 +200,15 @@ def _open_samples(source: RolloutSource, *, step: int) -> Samples:
         parts=list(task.weights),
         start_step=step,
     )
+
+
+def _open_judge(
+    source: RolloutSource, tracker: Tracker | NullTracker, *, step: int
+) -> Judge | None:
+    if source.config.judge.path is None:
+        return None
+    directory = Path(source.config.run_dir)
+    return Judge(source, directory, history=tracker.history, note=tracker.note, step=step)
 
 
 def _open_tracker(

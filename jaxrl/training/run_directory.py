@@ -28,6 +28,7 @@ _FREE = (
     "data.eval_",
     "alarms.",
     "hosts.",
+    "judge.",
     "probe.",
     "reward.timeout",
     "samples.",

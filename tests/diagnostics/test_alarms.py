@@ -40,6 +40,12 @@ def usual(step):
         "completion/marks": 0.02,
         "completion_length": 20 + rng.random(),
         "entropy/sampled": 0.5,
+        "judge/step": float(step),
+        "judge/agreement": 0.8,
+        "judge/score": 0.5 + 0.1 * rng.random(),
+        "judge/reward": 0.01 * step,
+        "judge/min": 0.0,
+        "judge/max": 1.0,
         "groups/zero_std": 3.0,
         "groups/sampled": 8.0,
         "reward/failed": 0.0,
@@ -68,6 +74,7 @@ SEEN = {
     "length_limit": ({"completion__truncated": 0.5}, {"completion__truncated": 0.49}, 31),
     "length_zero": ({"completion_length": 1.9}, {"completion_length": 2.2}, 31),
     "entropy": ({"entropy__sampled": 0.04}, {"entropy__sampled": 0.06}, 31),
+    "judge": ({"judge__agreement": 0.5}, {"judge__agreement": 0.65}, 32),
     "failed_rewards": ({"reward__failed": 8.0}, {"reward__failed": 6.0}, 31),
     "zero_variance": ({"groups__zero_std": 8.0}, {"groups__zero_std": 7.0}, 37),
     "sequence_mismatch": ({"probe__sequence_std": 0.7}, {"probe__sequence_std": 0.59}, 32),
@@ -101,6 +108,23 @@ def test_held_out_alarm_needs_a_rising_reward():
     assert first.value == pytest.approx(0.15)
     level = [entry | {"reward": 0.1} if "reward" in entry else entry for entry in entries]
     assert replay_alarms(level, LIMITS) == []
+
+
+def test_a_judge_whose_score_falls_under_a_rising_reward():
+    """Of scores between 0 and 1: .8 before, .45 from step 30 on."""
+    judged = {"judge__score": 0.45, "judge__agreement": 0.9}
+    before = {"judge/score": 0.8}
+    entries = [e | (before if e["step"] < 30 else {}) for e in run(45, **judged)]
+    first, *_ = replay_alarms(entries, LIMITS)
+    assert (first.name, first.step, first.healthy) == ("judge", 31, 23)  # a window ago
+    assert first.value == pytest.approx(0.7 / 3)
+    assert first.limit == pytest.approx(0.2)
+    # Not if the reward falls too, nor on a scale of which that is a small part.
+    for change in ({"judge/reward": 0.0}, {"judge/max": 9.0}):
+        assert replay_alarms([e | change for e in entries], LIMITS) == []
+    # Scores that came late: the healthy step is before the oldest of the three samples.
+    late = [e | {"judge/step": e["step"] - 20.0} for e in entries]
+    assert replay_alarms(late, LIMITS)[0].healthy == 8
 
 
 def test_the_last_evaluation_is_judged():

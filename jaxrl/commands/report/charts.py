@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-_SPARSE = ("eval/", "probe/")  # metrics of some steps only; each value of a short curve is marked
+# Metrics of some steps only; each value of a short curve is marked.
+_SPARSE = ("eval/", "judge/", "probe/")
 
 
 class Chart(NamedTuple):
@@ -87,6 +88,12 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
                 "eval/failed": "held-out, failed",
                 "eval/completions": "held-out, all",
             },
+        ),
+        Chart(
+            "Judge",
+            "share of pairs that it orders as the reward does; its mean score on the right",
+            {"judge/agreement": "agreement", "judge/score": "score"},
+            right="judge/score",
         ),
         Chart(
             "Zero-variance groups",

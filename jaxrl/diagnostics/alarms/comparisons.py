@@ -1,5 +1,6 @@
 """Comparisons of recent steps with a run's first, shared by the alarm rules."""
 
+import itertools
 import math
 from statistics import fmean
 
@@ -49,3 +50,18 @@ def grown(history: History, name: str, *, floor: float, noun: str) -> Finding | 
     limit = max(2 * first, floor)
     text = f"{value:.3g} {noun}, {first:.3g} in the first probes"
     return Finding(value, limit, text, steps[-PROBES] - 1) if value > limit else None
+
+
+def norms_with_variance(history: History, count: int) -> list[float]:
+    """Returns gradient norms of the last `count` earlier steps in which some group had reward
+    variance, looking back at most ten times as many steps."""
+    steps, values = history.series("grad_norm")
+    norms: list[float] = []
+    newest_first = zip(reversed(steps), reversed(values), strict=True)
+    for step, value in itertools.islice(newest_first, 10 * count):
+        flat, groups = (history.at(f"groups/{n}", step) for n in ("zero_std", "sampled"))
+        if step != history.step and not flat >= groups:
+            norms.append(value)
+            if len(norms) == count:
+                break
+    return norms

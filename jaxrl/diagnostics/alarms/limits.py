@@ -25,6 +25,8 @@ class Limits:
     length_factor: float = 0.1  # times the length of the first steps
     entropy_factor: float = 0.1  # times the entropy of the first steps
     held_out_drop: float = 0.1  # below the best accuracy
+    judge_agreement: float = 0.6  # pairs that a judge orders as the reward does
+    judge_drop: float = 0.2  # of the range of a judge's scores
     failed_share: float = 0.1  # of completions
     mismatch_nats: float = 0.5  # spread of the log-ratios of whole completions
     phantom_share: float = 0.05  # of tokens

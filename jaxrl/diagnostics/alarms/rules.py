@@ -5,13 +5,19 @@ that `Cause` shows. Later steps are compared with the first `warmup` steps.
 """
 
 import bisect
-import itertools
 import math
 from statistics import fmean
 
 import numpy as np
 
-from jaxrl.diagnostics.alarms.comparisons import PROBES, fallen, grown, means, solved
+from jaxrl.diagnostics.alarms.comparisons import (
+    PROBES,
+    fallen,
+    grown,
+    means,
+    norms_with_variance,
+    solved,
+)
 from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.diagnostics.alarms.table import Finding, Rule, rule
@@ -74,7 +80,7 @@ def gradient_spike(history: History, limits: Limits) -> Finding | None:
     vanishing gradient does not count as a spike.
     """
     value, first = history.at("grad_norm", history.step), history.first("grad_norm", limits.warmup)
-    before = _norms_with_variance(history, limits.window) or list(first)
+    before = norms_with_variance(history, limits.window) or list(first)
     if not before:
         return None
     usual = max(float(np.median(before)), float(np.median(first)) / 4)
@@ -228,6 +234,38 @@ def held_out(history: History, limits: Limits) -> Finding | None:
 
 
 @rule(
+    "the judge and the reward part",
+    causes="the policy exploits the reward, or the judge does not see what the reward pays for",
+    keys=("reward.path", "reward.model", "judge.path", "loss.kl"),
+)
+def judge(history: History, limits: Limits) -> Finding | None:
+    """In three judgements together: the judge orders less than {judge_agreement} of the pairs as
+    the reward does, or its mean score is below that of three earlier ones by {judge_drop} of the
+    range of its scores, while the reward is higher."""
+    if not history.last("judge/score", PROBES).size:
+        return None
+    logged, scores = history.series("judge/score")
+    since = int(history.at("judge/step", logged[-PROBES])) - 1
+    agreement = history.last("judge/agreement", PROBES)
+    if agreement.size and (share := float(agreement.mean())) < limits.judge_agreement:
+        text = f"the judge orders {share:.0%} of {PROBES} samples' pairs as the reward does"
+        return Finding(share, limits.judge_agreement, text, since)
+    rewards = history.series("judge/reward").values
+    parts = [slice(end - PROBES, end) for end in range(PROBES, len(scores) + 1)]
+    averages = [(fmean(scores[part]), fmean(rewards[part])) for part in parts]
+    score, reward = averages[-1]
+    lower = [both for both in averages[:-PROBES] if both[1] < reward]
+    best, then = max(lower, default=(-math.inf, math.nan))
+    lowest = min(history.series("judge/min").values)
+    limit = limits.judge_drop * (history.highest("judge/max") - lowest)
+    text = (
+        f"the judge's mean score fell from {best:.3g} to {score:.3g}, while the reward of the same "
+        f"completions rose from {then:.3g} to {reward:.3g}"
+    )
+    return Finding(best - score, limit, text, since) if best - score > limit else None
+
+
+@rule(
     "no group has reward variance",
     causes="the prompts are too easy (the run is done) or too hard, or the reward is constant",
     keys=("data.path", "train.dynamic_sampling_rounds", "reward.path", "train.group_size"),
@@ -346,21 +384,6 @@ def _no_rise(history: History, limits: Limits) -> Finding | None:
     if first - recent > max(4 * error, 1e-9):
         return Finding(first - recent, 4 * error, text)
     return Finding(kl, limits.kl_floor, text) if recent <= first and kl > limits.kl_floor else None
-
-
-def _norms_with_variance(history: History, count: int) -> list[float]:
-    """Returns gradient norms of the last `count` earlier steps in which some group had reward
-    variance, looking back at most ten times as many steps."""
-    steps, values = history.series("grad_norm")
-    norms: list[float] = []
-    newest_first = zip(reversed(steps), reversed(values), strict=True)
-    for step, value in itertools.islice(newest_first, 10 * count):
-        flat, groups = (history.at(f"groups/{n}", step) for n in ("zero_std", "sampled"))
-        if step != history.step and not flat >= groups:
-            norms.append(value)
-            if len(norms) == count:
-                break
-    return norms
 
 
 RULES = {name: found for name, found in globals().items() if isinstance(found, Rule)}

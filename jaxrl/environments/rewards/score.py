@@ -39,29 +39,31 @@ class RewardScores(NamedTuple):
 
 
 def load_rewards(
-    paths: Sequence[str], weights: Sequence[float] = (), *, timeout: float = 60.0
+    paths: Sequence[str],
+    weights: Sequence[float] = (),
+    *,
+    timeout: float = 60.0,
+    key: str = "reward.path",
 ) -> list[Reward]:
-    """Loads the reward functions of `reward.path`, with weights or 1 each; raises ValueError for a
-    function that cannot be loaded, or two of the same name."""
-    functions = [plugins.load_function(p, builtin=builtin, key="reward.path") for p in paths]
+    """Loads the reward functions that the key `key` of a config names, with weights or 1 each;
+    raises ValueError for a function that cannot be loaded, or two of the same name."""
+    functions = [plugins.load_function(p, builtin=builtin, key=key) for p in paths]
     for path, function in zip(paths, functions, strict=True):
-        _check_signature(function, path=path)
+        _check_signature(function, named=f"{key} = {path!r}")
     names = [path.rpartition(":")[2] for path in paths]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(
-            f"reward.path names {twice[0]!r} twice; rename one, as metrics use the name"
-        )
+        raise ValueError(f"{key} names {twice[0]!r} twice; rename one, as metrics use the name")
     terms = zip(names, functions, weights or [1.0] * len(names), strict=True)
     return [Reward(*term, timeout) for term in terms]
 
 
-def _check_signature(function: RewardFn, *, path: str) -> None:
+def _check_signature(function: RewardFn, *, named: str) -> None:
     try:
         inspect.signature(function).bind("", {})
     except TypeError as error:
         raise ValueError(
-            f"reward.path = {path!r}: it must take two arguments, a completion and an example, but "
+            f"{named}: it must take two arguments, a completion and an example, but "
             f"calling it with two fails: {error}"
         ) from error
     except ValueError:  # some functions in C have no known parameters
