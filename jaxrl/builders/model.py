@@ -22,7 +22,7 @@ class ModelFiles(NamedTuple):
     """The checkpoints that a run starts from; equal paths share one, so files are read once."""
 
     policy: Checkpoint
-    # The reward model or the teacher; None without one, or for a teacher on a server.
+    # The reward model or the teacher; None without one, or for one on a server.
     judge: Checkpoint | None
     critic: Checkpoint  # of a separate critic
 
@@ -31,7 +31,7 @@ def find_models(config: Config) -> ModelFiles:
     """Returns the checkpoints that a config names, without reading them."""
     opened = functools.cache(Checkpoint)
     policy, judge = config.model.path, None
-    if config.reward.model is not None and not config.reward.teacher_url:
+    if config.reward.model is not None and not config.reward.model_url:
         judge = opened(config.reward.model)
     return ModelFiles(opened(policy), judge, opened(config.critic.path or policy))
 

@@ -12,10 +12,11 @@ from contextlib import closing, contextmanager
 import jax
 import numpy as np
 
-from jaxrl.bridge import ControlError, VllmServer, headers, known_key
+from jaxrl.bridge import headers, known_key
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.reward_model import load_judge
 from jaxrl.builders.rows import minibatch_shape
+from jaxrl.builders.served_model import check_server, open_server, serves_scores
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, jit, pack_minibatch, unpack
 from jaxrl.huggingface import Checkpoint
@@ -26,13 +27,17 @@ from jaxrl.sharding import Layout, fetch
 Teacher = Callable[[Sequence[Rollout]], Sequence[np.ndarray]]
 """Rollouts -> f32[C] for each, log-probs of its completion; NaN where there is none."""
 
-_COMPARED = 32  # token ids that the policy's and the server's tokenizer must decode alike
 
+def names_teacher(config: Config, models: ModelFiles, *, hosts: Hosts) -> bool:
+    """Tells if reward.model is a language model, not a reward model. Process 0 asks a server; all
+    must call it.
 
-def names_teacher(config: Config, models: ModelFiles) -> bool:
-    """Tells if reward.model is a language model, not a reward model."""
-    judge = models.judge
-    return config.reward.teacher_url or (judge is not None and not judge.config.scored)
+    Raises:
+      ValueError: for a server that does not answer.
+    """
+    if config.reward.model_url:
+        return not hosts.on_leader(lambda: serves_scores(config))
+    return models.judge is not None and not models.judge.config.scored
 
 
 @contextmanager
@@ -45,9 +50,9 @@ def open_teacher(
     Raises:
       ValueError: for a model or a server that cannot be used; the message names the key.
     """
-    if not names_teacher(config, models):
+    if not names_teacher(config, models, hosts=hosts):
         yield None
-    elif not config.reward.teacher_url:
+    elif not config.reward.model_url:
         yield hosts.on_all(_load_teacher(config, models, layout=layout))
     elif hosts.leads:
         with closing(_connect(config, models.policy)) as client:
@@ -84,35 +89,18 @@ def score_completions(
 
 
 def _connect(config: Config, policy: Checkpoint) -> VllmScorer:
-    url, tokenizer = config.reward.model, policy.tokenizer
-    assert url is not None
-    key, c = known_key(), config.sampler
-    server = VllmServer(url, timeout=c.timeout, api_key=key)
-    ids = sorted(tokenizer.get_vocab().values())
-    ids = ids[:: -(-len(ids) // _COMPARED)]
-    try:
-        longest, texts = server.max_model_len(), server.decode(ids)
-    except ControlError as error:
+    c, key = config.sampler, known_key()
+    if config.sampling.temperature != 1:
         raise ValueError(
-            f"reward.model = {url!r}: {error}; start the teacher with `jaxrl serve` and give its "
-            "address"
-        ) from None
+            f"reward.model = {config.reward.model!r} and sampling.temperature = "
+            f"{config.sampling.temperature:g}: vLLM scores given tokens only at a temperature of "
+            "1; set it to 1, or give the teacher's directory"
+        )
+    server = open_server(config, timeout=c.timeout)
     # vLLM draws a token after those that it scores.
-    if longest <= config.longest_sequence:
-        raise ValueError(
-            f"reward.model = {url!r} accepts {longest} tokens, but scoring a prompt and a "
-            f"completion needs {config.longest_sequence + 1} (data.max_prompt_tokens + "
-            "sampling.max_tokens + 1); start it with a larger --max_model_len, or lower one of "
-            "these"
-        )
-    if texts != (own := tokenizer.decode(ids, skip_special_tokens=False)):
-        raise ValueError(
-            f"reward.model = {url!r} reads the policy's token ids, but its tokenizer is not the "
-            f"policy's: it decodes {ids} as {texts!r}, the policy as {own!r}; serve a model with "
-            "the policy's tokenizer"
-        )
+    longest = check_server(server, config, policy, needed=config.longest_sequence + 1)
     return VllmScorer(
-        [url],
+        [server.url],
         max_positions=longest,
         vocab_size=policy.config.vocab_size,
         max_requests=c.max_requests,

@@ -21,10 +21,10 @@ class RewardConfig(Section):
     weight 0 is logged but not trained on."""
 
     model: str | None = None
-    """Directory of a reward model (`jaxrl reward-model`), whose score is added to the reward. Or a
-    teacher, the directory of a language model or the address of a vLLM server, such as
-    http://127.0.0.1:8001: the advantage of each token then gains weight x log(teacher / sampler).
-    Both read token ids, so their tokenizer must be the policy's."""
+    """A reward model (`jaxrl reward-model`), whose score is added to the reward. Or a teacher, a
+    language model: the advantage of each token then gains weight x log(teacher / sampler).
+    Either is a directory, or the address of a vLLM server, such as http://127.0.0.1:8001. Both read
+    token ids, so their tokenizer must be the policy's."""
 
     timeout: Seconds = 60.0
     """Time limit in seconds of a reward function for one completion, or for all if it takes a
@@ -53,7 +53,7 @@ class RewardConfig(Section):
         return self.weights[-1] if self.weights else 1.0
 
     @property
-    def teacher_url(self) -> bool:
+    def model_url(self) -> bool:
         """True if `model` is the address of a server, not a directory."""
         return self.model is not None and is_http_address(self.model)
 

@@ -195,7 +195,7 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 def _sampling(c: Config) -> Iterator[str]:
     shared = c.sampler.name == "embedded" and not c.sampler.devices
-    on_mesh = shared or (c.reward.model is not None and not c.reward.teacher_url)
+    on_mesh = shared or (c.reward.model is not None and not c.reward.model_url)
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (
             f"rollouts.max_staleness = {c.rollouts.max_staleness} on a mesh of several devices: "
@@ -219,12 +219,6 @@ def _sampling(c: Config) -> Iterator[str]:
         yield (
             "probe.replay needs a server, and sampler.name = 'embedded' uses none; leave it out, "
             "or set sampler.name = 'vllm'"
-        )
-    if c.reward.teacher_url and c.sampling.temperature != 1:
-        yield (
-            f"reward.model = {c.reward.model!r} and sampling.temperature = "
-            f"{c.sampling.temperature:g}: vLLM scores given tokens only at a temperature of 1; set "
-            "it to 1, or give the teacher's directory"
         )
     if c.probe.replay and c.sampling.temperature != 1:
         yield (

@@ -13,6 +13,7 @@ from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.served_model import connect_reward_model
 from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.trial import try_task
@@ -84,11 +85,13 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     )
     episode_runner, params, tried = _try(config, task, models)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
-    reward_model, teaches = None, names_teacher(config, models)
+    reward_model, teaches = None, names_teacher(config, models, hosts=hosts)
     if teaches:  # a teacher is not part of the reward
         task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
     elif models.judge is not None:
         reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
+    elif config.reward.model_url and hosts.leads:
+        reward_model = connect_reward_model(config, models.policy)
     hosts.on_leader(lambda: _claim(config, inputs))
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)

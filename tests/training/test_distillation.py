@@ -18,7 +18,6 @@ import pytest
 from jaxrl import huggingface, train
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.teacher import open_teacher, score_completions
-from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
 from jaxrl.core.batch import from_json, given_rollout, to_json
 from jaxrl.core.hosts import Hosts
@@ -117,13 +116,16 @@ class _Teacher(BaseHTTPRequestHandler):
         if self.path == "/detokenize":
             self._answer({"prompt": " ".join(map(str, body["tokens"]))})
             return
+        if self.path != "/inference/v1/generate":
+            self._answer({"detail": "Not Found"}, status=404)
+            return
         scores = [{str(t): {"logprob": -float(t)}} for t in body["token_ids"]]
         choice = {"weight_versions": [{"version": "default", "start": 0, "end": 1}]}
         self._answer({"choices": [choice], "prompt_logprobs": [None, *scores[1:]]})
 
-    def _answer(self, content: Any) -> None:
+    def _answer(self, content: Any, *, status: int = 200) -> None:
         text = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -165,8 +167,9 @@ def test_served_teacher_scores_sampled_tokens(material, url):
         opened(too_long, decode).__enter__()
     with pytest.raises(ValueError, match="its tokenizer is not the policy's: it decodes"):
         opened(config(material, **{"reward.model": url}), repeated).__enter__()
-    with pytest.raises(ConfigError, match="vLLM scores given tokens only at a temperature of 1"):
-        config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
+    warm = config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
+    with pytest.raises(ValueError, match="vLLM scores given tokens only at a temperature of 1"):
+        opened(warm, decode).__enter__()
 
 
 def test_equal_rewards_are_fine_with_teacher():

@@ -256,6 +256,25 @@ class VllmServer:
         """Returns the text of token ids, by the server's tokenizer."""
         return self._call("POST", "/detokenize", {"tokens": list(tokens)})["prompt"]
 
+    def classifies(self) -> bool:
+        """Tells whether the server's model gives scores, not tokens."""
+        try:
+            self.scores([[0]])
+        except _ServerFaultError:
+            raise
+        except ControlError:
+            return False
+        return True
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Returns the score of each sequence of token ids by a classifier with one label, before
+        any activation."""
+        body = {"input": [list(ids) for ids in sequences], "use_activation": False}
+        answer = self._call("POST", "/classify", body)["data"]
+        if any(one["num_classes"] != 1 for one in answer):
+            raise ControlError(f"{self.url}: its model has several labels; one is expected")
+        return [one["probs"][0] for one in sorted(answer, key=lambda one: one["index"])]
+
     def try_request(self, *, timeout: float) -> None:
         """Requests one token; raises ControlError if the server does not complete it."""
         params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}

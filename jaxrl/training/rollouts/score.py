@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrl.advantages import zero_std_groups
+from jaxrl.bridge import ControlError
 from jaxrl.builders.task import ENVIRONMENT, MODEL
 from jaxrl.core import Rollout
 from jaxrl.data import Example
@@ -45,7 +46,11 @@ def score_rollouts(
     scored = score(task.rewards, texts, records)
     further: dict[str, np.ndarray] = {}
     if source.reward_model is not None:
-        further[MODEL] = source.reward_model(rollouts)[known]
+        try:
+            further[MODEL] = source.reward_model(rollouts)[known]
+        except ControlError as error:  # of a server
+            source.note(f"reward.model: {error}")
+            further[MODEL] = np.full(len(known), np.nan)
     if ENVIRONMENT in weights:
         further[ENVIRONMENT] = np.array([environment_reward(rollouts[i]) for i in known])
     for name, values in further.items():
