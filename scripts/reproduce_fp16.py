@@ -4,23 +4,23 @@
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
-use --parts sanity.
+use --parts sanity. The part families, the sanity test for other models, runs only if it is named.
 """
 
 import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import grid, offline, phantom, pictures, sanity
+from reproduce import families, grid, offline, phantom, pictures, sanity
 
-PARTS = ["offline", "sanity"]
+PARTS = ["offline", "sanity", "families"]
 
 
 def main() -> None:
     parser = plain_parser(__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/fp16"))
     parser.add_argument("--quick", action="store_true", help="one rollout and its check")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS[:2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     arguments = parser.parse_args()
     if arguments.quick:
@@ -30,13 +30,18 @@ def main() -> None:
         return
     directory = arguments.directory.absolute()
     grid.set_up(directory)
-    sanity.write_material(directory)
+    if arguments.parts != ["families"]:
+        sanity.write_material(directory)
     if "offline" in arguments.parts:
         compare(directory)
     if "sanity" in arguments.parts:
         for seed in arguments.seeds:
             for cell in sanity.CELLS:
                 sanity.run_cell(directory, cell, seed=seed)
+    if "families" in arguments.parts:
+        for seed in arguments.seeds:
+            for case in families.CELLS:
+                families.run_cell(directory / "families", case, seed=seed)
     show(directory)
 
 
@@ -56,6 +61,10 @@ def compare(directory: Path) -> None:
 
 def show(directory: Path) -> None:
     """Writes the table and plot of all finished runs, if there are some."""
+    if others := families.found_cells(directory / "families"):
+        text = families.table(others)
+        (directory / "families.md").write_text(text)
+        print(text)
     results = sanity.found_cells(directory)
     if not results:
         return

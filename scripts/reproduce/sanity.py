@@ -31,10 +31,12 @@ CELLS: list[Cell] = [(name, dtype, dtype) for name in ALGORITHMS for dtype in PR
 CELLS += [("GRPO", a, b) for a in PRECISIONS for b in SAMPLERS if a != b]
 
 
-def write_material(directory: Path) -> None:
-    """Writes perfectible prompts and, unless it is there, the quickstart's base model."""
+def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> None:
+    """Writes perfectible prompts and, unless it is there, a base model: by default the
+    quickstart's."""
     if not (directory / "base" / "model").exists():
-        make_arithmetic.write_model(directory / "untrained", make_arithmetic.MODEL, seed=0)
+        directory.mkdir(parents=True, exist_ok=True)
+        make_arithmetic.write_model(directory / "untrained", model, seed=0)
         rng = random.Random(0)
         make_arithmetic.write_texts(directory, make_arithmetic.SIZES, rng=rng)
         _jaxrl(
@@ -102,24 +104,27 @@ def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
     """Formats a line for each cell of the grid, over its seeds."""
     rows = []
     for cell, runs in results.items():
-        accuracy = 100 * smooth(curve(runs, "reward"))
-        fallen = [c for c in map(collapse, accuracy) if c is not None]
-        # The probe runs before an update, so it measures numerical error only.
-        halves = np.array_split(curve(runs, "probe/sequence_std"), 2, axis=1)
-        first, second = (spread(np.nanmean(part, axis=1), "{:.1e}") for part in halves)
-        rows.append(
-            {
-                **dict(zip(("algorithm", "training", "sampler"), cell, strict=True)),
-                "accuracy, first": spread(accuracy[:, 0], "{:.1f}"),
-                "best": spread(accuracy.max(1), "{:.1f}"),
-                "final": spread(accuracy[:, -1], "{:.1f}"),
-                "collapse": ", ".join(map(str, fallen)) or "none",
-                "clipped": spread([clipped(run) for run in runs]),
-                "sequence log-ratio std, first half": first,
-                "second half": second,
-            }
-        )
+        named = dict(zip(("algorithm", "training", "sampler"), cell, strict=True))
+        rows.append(named | columns(runs))
     return markdown(rows)
+
+
+def columns(runs: Sequence[Entries]) -> dict[str, str]:
+    """Summarises runs that differ in their seed."""
+    accuracy = 100 * smooth(curve(runs, "reward"))
+    fallen = [c for c in map(collapse, accuracy) if c is not None]
+    # The probe runs before an update, so it measures numerical error only.
+    halves = np.array_split(curve(runs, "probe/sequence_std"), 2, axis=1)
+    first, second = (spread(np.nanmean(part, axis=1), "{:.1e}") for part in halves)
+    return {
+        "accuracy, first": spread(accuracy[:, 0], "{:.1f}"),
+        "best": spread(accuracy.max(1), "{:.1f}"),
+        "final": spread(accuracy[:, -1], "{:.1f}"),
+        "collapse": ", ".join(map(str, fallen)) or "none",
+        "clipped": spread([clipped(run) for run in runs]),
+        "sequence log-ratio std, first half": first,
+        "second half": second,
+    }
 
 
 def check_direction(directory: Path) -> list[str]:
