@@ -93,6 +93,8 @@ def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
         "reward.path": f'["{rewards}:digit", "{rewards}:loophole"]',
         "reward.weights": "1,4",
         "loss.kl": "0.1",
+        "judge.path": f"{rewards}:digit",
+        "judge.every": "1",
         "alarms.diversity": "rollback_kl",
     }
     asked = config(material, tmp_path / "run", **changes)
@@ -117,6 +119,9 @@ def test_hacked_run_is_rolled_back_and_recovers(material, tmp_path, capsys):
         column(entries, "reward/loophole")[5] + 0.01
     )
     assert column(undone, "diversity/distinct")[-1] < 0.4
+    # A judge that wants digits alone sees it earlier.
+    assert next(at for name, at in seen if name == "judge") < made.at
+    assert np.mean(column(undone, "judge/agreement")[-3:]) < 0.6
     # And recovers: what is wanted is still done, variety comes back, the distance shrinks.
     assert column(entries, "reward/digit")[-1] > 0.7
     assert (
