@@ -28,6 +28,13 @@ from .ratio.certificate import (
     forward_facts as forward_facts,
 )
 from .ratio.drift import make_drift as make_drift
+from .ratio.frontier import (
+    Choice as Choice,
+    candidates as candidates,
+    cheapest as cheapest,
+    draw_frontier as draw_frontier,
+    frontier as frontier,
+)
 from .ratio.pictures import draw as draw
 from .ratio.replay import (
     Score as Score,

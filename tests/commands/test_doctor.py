@@ -103,3 +103,16 @@ def test_steps_are_timed_on_request(model, tmp_path, capsys):
     (only,) = examined(model, tmp_path, precisions="fp32", timed_steps=1)
     assert only["seconds_per_step"] > 0
     assert capsys.readouterr().out.splitlines()[2].endswith("step")
+
+
+def test_cheapest_precision_under_a_bound(model, tmp_path, capsys):
+    keys = ["--prompts=4", "--sampling.max_tokens=12", "--precisions=fp32,phantom"]
+    given = ["doctor", str(model), *keys, f"--out={tmp_path}", "--budget"]
+    assert main([*given, "1e-4"]) == 0
+    assert "Use precision = 'fp32'" in capsys.readouterr().out
+    found = json.loads((tmp_path / "budget.json").read_text())
+    assert found["cheapest"] == "fp32"
+    assert {one["name"] for one in found["choices"]} == {"fp32", "phantom"}
+    assert (tmp_path / "budget.png").stat().st_size > 1000
+    assert main([*given, "-1"]) == 1
+    assert "give nats above 0" in capsys.readouterr().err

@@ -5,7 +5,8 @@ embedded sampler in the sampler dtype of each, from vLLM servers that it starts 
 or from a running server. Do not use a training run's server: MODEL replaces its weights.
 --certify judges one precision and writes OUT/certificate.json, which `jaxrl train` holds a run with
 that directory to. The exit status is 3 if it does not pass. --attribute divides beta of one
-precision among the modules of the model.
+precision among the modules of the model. --budget finds the cheapest precision whose beta stays
+under a bound.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
   jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master
@@ -15,6 +16,7 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import math
 import platform
 import signal
 import sys
@@ -38,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--attribute", action="store_true", help="divide beta of one precision among the modules"
     )
+    made.add_argument(
+        "--budget",
+        metavar="NATS",
+        type=float,
+        help="find the cheapest precision whose beta has at most this standard deviation",
+    )
     return made
 
 
@@ -49,8 +57,12 @@ def main(argv: Sequence[str]) -> int:
         sampler = config.sampler.model_dump() | {"name": "vllm", "url": [arguments.server]}
         config = toml_file.validate(DoctorConfig, config.model_dump() | {"sampler": sampler})
 
-    if arguments.certify and arguments.attribute:
-        raise toml_file.ConfigError("--certify and --attribute: give one of them")
+    if sum(map(bool, (arguments.certify, arguments.attribute, arguments.budget))) > 1:
+        raise toml_file.ConfigError("--certify, --attribute and --budget: give one of them")
+    if arguments.budget is not None and not 0 < arguments.budget < math.inf:
+        raise toml_file.ConfigError(
+            f"--budget {arguments.budget:g}: give nats above 0, such as .01"
+        )
     note = functools.partial(print, file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     if arguments.certify:
@@ -61,6 +73,10 @@ def main(argv: Sequence[str]) -> int:
         from jaxrl.commands.doctor.attribute import show_parts
 
         return show_parts(config, note=note)
+    if arguments.budget:
+        from jaxrl.commands.doctor.budget import spend
+
+        return spend(config, bound=arguments.budget, note=note)
     return _compare(config, note=note)
 
 

@@ -52,7 +52,7 @@ from jaxrl.sharding import Layout
 
 
 class Inputs(NamedTuple):
-    """What is measured."""
+    """The model, the prompts and the settings of a measurement."""
 
     config: DoctorConfig
     checkpoint: Checkpoint
