@@ -55,6 +55,23 @@ def test_a_server_has_what_import_jaxrl_needs(python: str) -> None:
     assert servers["lazy-loader"] == pins("requirements.txt", python)["lazy-loader"]
 
 
+def test_the_tpu_engines_lock_differs_from_ours_where_it_must() -> None:
+    ours, theirs = (pins(f"requirements{one}.txt", "3.12.0") for one in ("", "-vllm-tpu"))
+    assert theirs["vllm-tpu"] == theirs["tpu-inference"] == "0.32.0"
+    assert {name for name, version in ours.items() if theirs.get(name) != version} == {
+        "flax",  # as numpy and transformers, pinned by tpu-inference or vllm-tpu
+        "fsspec",
+        "numpy",
+        "python-dateutil",
+        "setuptools",
+        "transformers",
+        "tzdata",  # needed by a newer python-dateutil alone
+    }
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        if applies(requirement, "3.12.0"):
+            assert requirement.specifier.contains(theirs[canonicalize_name(requirement.name)])
+
+
 def test_classifiers_match_the_locks() -> None:
     named = [text for text in PROJECT["classifiers"] if re.search(r":: 3\.\d", text)]
     assert named == [f"Programming Language :: Python :: {v.removesuffix('.0')}" for v in PYTHONS]

@@ -25,7 +25,11 @@ from .servers.api_key import (
 )
 from .servers.arguments import check_arguments as check_arguments
 from .servers.control import ControlError as ControlError, VllmServer as VllmServer
-from .servers.kv_cache_size import free_memory as free_memory, kv_cache_size as kv_cache_size
+from .servers.kv_cache_size import (
+    free_memory as free_memory,
+    kv_cache_size as kv_cache_size,
+    token_bytes as token_bytes,
+)
 from .servers.launch import (
     INSTALL as INSTALL,
     LocalServer as LocalServer,
@@ -52,3 +56,5 @@ from .store.publisher import (
 )
 from .store.upload import Upload as Upload
 from .swap import WeightPublisher as WeightPublisher
+from .tpu_engine.publisher import EnginePublisher as EnginePublisher, LiveEngine as LiveEngine
+from .tpu_engine.rules import engine_refusal as engine_refusal

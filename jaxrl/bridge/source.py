@@ -55,7 +55,7 @@ class ParamsSource:
         return [
             TensorSpec(name, part.tensor_shape, dtype.name)
             for (_, part, dtype), own in zip(self._parts, self._own, strict=True)
-            for names, mine in zip(_layers(part), own, strict=True)
+            for names, mine in zip(layers(part), own, strict=True)
             for name in names * mine
         ]
 
@@ -75,11 +75,11 @@ class ParamsSource:
         tensors, empty if another process fetches them, and the tensors in one array."""
         for (array, part, dtype), own in zip(self._parts, self._own, strict=True):
             prepare = _prepare(array, part, dtype)
-            for i, (names, mine) in enumerate(zip(_layers(part), own, strict=True)):
+            for i, (names, mine) in enumerate(zip(layers(part), own, strict=True)):
                 yield part, names * mine, prepare(i)
 
 
-def _layers(part: ParamSpec) -> list[list[str]]:
+def layers(part: ParamSpec) -> list[list[str]]:
     """Returns the names of a parameter's tensors by layer."""
     names = part.hf_names()
     size = len(names) // (part.shape[0] if part.stacked else 1)
@@ -93,7 +93,7 @@ def _divide(parts: Sequence[ParamSpec], index: int, count: int) -> list[list[boo
     found = list[list[bool]]()
     for part in parts:
         found.append([])
-        for names in _layers(part):
+        for names in layers(part):
             owner = loads.index(min(loads))
             loads[owner] += len(names) * math.prod(part.tensor_shape)
             found[-1].append(owner == index)

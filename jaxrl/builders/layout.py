@@ -12,12 +12,19 @@ from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core import Precision, check_products
 from jaxrl.models import Model
+from jaxrl.sampling import prepare_tpu_engine
 from jaxrl.sharding import PRESETS, Layout, make_mesh, remesh
 
 
-def divide_cpu(mesh: MeshConfig, sampler: SamplerConfig) -> None:
+def prepare_devices(mesh: MeshConfig, sampler: SamplerConfig) -> None:
     """Splits the CPU into the devices of [mesh] plus the sampler's, unless the environment sets
-    their number. Call it before jax looks for devices."""
+    their number. Call it before jax looks for devices.
+
+    Raises:
+      SamplerError: as `prepare_tpu_engine`, for `sampler.name = "vllm_tpu"`.
+    """
+    if sampler.name == "vllm_tpu":
+        prepare_tpu_engine()
     named = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
         count = math.prod(mesh.sizes.values()) + sampler.devices

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jaxrl.builders.layout import divide_cpu, make_layout
+from jaxrl.builders.layout import make_layout, prepare_devices
 from jaxrl.builders.model import load_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
@@ -31,7 +31,7 @@ def open_policy(
     To running servers this is a new learner, so they refuse its weights while a run uses them.
     `note` shows a line to the user. Raises as `make_layout`, `load_model` and `open_sampler`.
     """
-    divide_cpu(mesh, sampler)
+    prepare_devices(mesh, sampler)
     layout = make_layout(mesh, precision=precision, reserved=sampler.devices)
     model, params = load_model(checkpoint, layout=layout, dtype=precision.params)
     with (

@@ -11,6 +11,7 @@ from jaxrl.bridge import StockServer, VllmServer, given_key, headers, known_key
 from jaxrl.builders import servers
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.stock_servers import all_stock, make_base_check
+from jaxrl.builders.tpu_engine import open_tpu_engine
 from jaxrl.builders.weight_sync import (
     Adapters,
     Publish,
@@ -41,7 +42,7 @@ class SamplerNeeds(NamedTuple):
     """A run's requirements of its sampler."""
 
     longest_sequence: int  # maximum length of a prompt with its completion, in tokens
-    max_batch: int  # completions that the embedded sampler decodes at once
+    max_batch: int  # completions that a sampler in this process decodes at once
     adapters: Adapters | None = None  # given if servers receive adapters instead of whole weights
     record_experts: bool = False  # completions name the experts of each token
     completions: int = 1  # requested at the same time
@@ -84,6 +85,24 @@ def open_sampler(
         if hosts.count > 1:
             serving = serving._replace(sampler=MultihostSampler(serving.sampler, hosts))
         yield serving
+        return
+    if config.name == "vllm_tpu":
+        if hosts.count > 1:
+            raise ValueError(
+                f"sampler.name = 'vllm_tpu' needs a single process, and there are {hosts.count}; "
+                "set sampler.name = 'embedded'"
+            )
+        length = min(needs.longest_sequence, weights.model.config.max_positions)
+        yield Serving(
+            *open_tpu_engine(
+                config,
+                weights,
+                devices=layout.mesh.devices.flat,
+                max_model_len=length,
+                max_batch=min(needs.max_batch, needs.completions),
+                note=note,
+            )
+        )
         return
     if hosts.count > 1 and needs.adapters is not None:
         raise ValueError(

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     config, given = options.parse_arguments(parser(), Config, argv)
     config = find_inputs(config)
 
-    from jaxrl.builders.layout import divide_cpu  # these take seconds, so after --help
+    from jaxrl.builders.layout import prepare_devices  # these take seconds, so after --help
     from jaxrl.train import train
 
-    divide_cpu(config.mesh, config.sampler)
+    prepare_devices(config.mesh, config.sampler)
     return outcome.run(
         config,
         functools.partial(train, fork=given.fork),

@@ -25,7 +25,7 @@ class SamplingConfig(Section):
     in its decoded text, special tokens included. The token that completes one is kept."""
 
     max_batch: PositiveInt = 64
-    """Completions that the embedded sampler decodes at once; more is faster and takes more
+    """Completions that a sampler in this program decodes at once; more is faster and takes more
     memory. Others wait until some have ended."""
 
 
@@ -42,7 +42,8 @@ class ServerConfig(Section):
     kv_cache_bytes: PositiveInt | None = None
     """Size of the KV cache. If absent, vLLM decides on a GPU; on a CPU the cache holds the
     completions that are requested at once, with at least 256 MiB and at most a quarter of the free
-    memory, or more if one completion needs it."""
+    memory, or more if one completion needs it. That of `vllm_tpu` then holds `sampling.max_batch`
+    completions of full length."""
 
     vllm_args: Texts = ()
     """Further arguments of vLLM's api_server, except those jaxrl sets or checks, such as --host."""
@@ -55,20 +56,24 @@ class ServerConfig(Section):
 
 
 class SamplerConfig(ServerConfig):
-    """The sampler: JAX itself, or vLLM servers that weights are published to."""
+    """The sampler: JAX itself, vLLM in this program, or vLLM servers; weights are published to both
+    kinds of vLLM."""
 
-    name: Literal["embedded", "vllm"] = "embedded"
-    """`embedded` decodes with JAX in this program; `vllm` sends requests to servers."""
+    name: Literal["embedded", "vllm", "vllm_tpu"] = "embedded"
+    """`embedded` decodes with JAX in this program; `vllm` sends requests to servers; `vllm_tpu`
+    runs vLLM's engine for TPUs in this program (scripts/install_vllm_tpu.sh)."""
 
     devices: NonNegativeInt = 0
-    """Devices for the embedded sampler alone, besides those of [mesh]; with
+    """Devices for the sampler of this program alone, besides those of [mesh]; with
     `rollouts.max_staleness` both then work at the same time. 0 shares the learner's."""
 
     tensor: PositiveInt | None = None
     """Shards of every matrix product of the embedded sampler, on a mesh of its own over its
     devices; they decode different rows otherwise. If absent, 1 with sampler.devices. On the
     learner's devices its mesh stays, unless that would gather weights for every token: then as many
-    of its shards of a row as the model's heads and columns divide over."""
+    of its shards of a row as the model's heads and columns divide over. For `vllm_tpu` this is the
+    number of devices that it uses, and divides the heads of keys and values; if absent, as many as
+    it can use."""
 
     expert: PositiveInt | None = None
     """Shards of the embedded sampler's experts, likewise."""
@@ -83,8 +88,9 @@ class SamplerConfig(ServerConfig):
     jaxrl[store]. If absent, weights go through this host's shared memory."""
 
     in_flight: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight during a weight sync: `keep` continues them with the new weights, `wait`
-    lets them finish first, `abort` ends them and continues with new requests."""
+    """Requests in flight to servers during a weight sync: `keep` continues them with the new
+    weights, `wait` lets them finish first, `abort` ends them and continues with new requests.
+    `vllm_tpu` always waits."""
 
     max_requests: PositiveInt = 32
     """Maximum number of concurrent requests per server; the group of one prompt is one request."""
@@ -103,24 +109,33 @@ class SamplerConfig(ServerConfig):
         for url in self.url:
             if not is_http_address(url):
                 yield f"sampler.url = {url!r}: expected an address, such as http://HOST:8000"
-        if self.name == "embedded" and self.url:
+        if self.name != "vllm" and self.url:
             yield (
-                f"sampler.url = {list(self.url)} and sampler.name = 'embedded', which uses no "
+                f"sampler.url = {list(self.url)} and sampler.name = {self.name!r}, which uses no "
                 "server; set sampler.name = 'vllm'"
+            )
+        if self.name == "vllm_tpu" and self.vllm_args:
+            yield (
+                f"sampler.vllm_args = {list(self.vllm_args)}: arguments of a server, and "
+                "sampler.name = 'vllm_tpu' starts none; leave it out"
             )
         if self.store is not None and not self.url:
             yield (
                 f"sampler.store = {self.store!r} is for running servers; set sampler.url to their "
                 "addresses (jaxrl serve), or leave it out"
             )
-        embedded = {
+        here = {
             f"sampler.devices = {self.devices}": self.devices,
             f"sampler.tensor = {self.tensor}": self.tensor,
-            f"sampler.expert = {self.expert}": self.expert,
         }
-        for key, given in embedded.items():
-            if given and self.name != "embedded":
-                yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
+        for key, given in here.items():
+            if given and self.name == "vllm":
+                yield f"{key} applies to a sampler in this program; leave it out"
+        if self.expert and self.name != "embedded":
+            yield (
+                f"sampler.expert = {self.expert} applies to sampler.name = 'embedded' only; leave "
+                "it out"
+            )
 
 
 class RolloutsConfig(Section):

@@ -194,7 +194,7 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 
 def _sampling(c: Config) -> Iterator[str]:
-    shared = c.sampler.name == "embedded" and not c.sampler.devices
+    shared = c.sampler.name != "vllm" and not c.sampler.devices
     on_mesh = shared or (c.reward.model is not None and not c.reward.model_url)
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (
@@ -210,15 +210,20 @@ def _sampling(c: Config) -> Iterator[str]:
             "vLLM's CPU build cannot (its newer model runner needs Triton); set sampler.device = "
             "'cuda' or sampler.name = 'embedded', or leave train.replay_routing out"
         )
+    if c.train.replay_routing and c.sampler.name == "vllm_tpu":
+        yield (
+            "train.replay_routing needs a sampler that reports the experts of each token, and "
+            "sampler.name = 'vllm_tpu' serves only models without experts; leave it out"
+        )
     if c.precision.latent == "sampler" and c.sampler.name != "embedded":
         yield (
             f"precision = {c.precision.text!r}: latent=sampler applies to sampler.name = "
             "'embedded' only; leave it out"
         )
-    if c.probe.replay and c.sampler.name == "embedded":
+    if c.probe.replay and c.sampler.name != "vllm":
         yield (
-            "probe.replay needs a server, and sampler.name = 'embedded' uses none; leave it out, "
-            "or set sampler.name = 'vllm'"
+            f"probe.replay needs a server, and sampler.name = {c.sampler.name!r} uses none; leave "
+            "it out, or set sampler.name = 'vllm'"
         )
     if c.probe.replay and c.sampling.temperature != 1:
         yield (

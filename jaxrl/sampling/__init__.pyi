@@ -11,6 +11,7 @@ from .embedded.program import DecodeProgram as DecodeProgram, decode_program as 
 from .embedded.sampler import EmbeddedSampler as EmbeddedSampler
 from .multihost import MultihostSampler as MultihostSampler, NullSampler as NullSampler
 from .stop_texts import StopTexts as StopTexts
+from .vllm.in_process import VllmTpuSampler as VllmTpuSampler
 from .vllm.logprobs import VllmScorer as VllmScorer
 from .vllm.router import (
     SamplerError as SamplerError,
@@ -18,3 +19,4 @@ from .vllm.router import (
 )
 from .vllm.sampler import VllmSampler as VllmSampler
 from .vllm.stock import StockSampler as StockSampler
+from .vllm.tpu_engine import TpuEngine as TpuEngine, prepare_tpu_engine as prepare_tpu_engine

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 
 from jaxrl import models
+from jaxrl.bridge import token_bytes
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.optimizer import make_optimizer
+from jaxrl.builders.tpu_engine import engine_cache_tokens, engine_devices
 from jaxrl.commands.plan.step import PlannedStep
 from jaxrl.core import DType, cast, count_bucket
 from jaxrl.losses import Need
@@ -47,6 +49,7 @@ class ResidentMemory:
     published: float
     cache: KVCache | None  # the KV cache; None if servers or other devices sample
     overlapped: bool  # the sampler runs while the learner does
+    engine_cache: float = 0.0  # KV cache of vLLM's TPU engine, which only a publish frees
 
     @property
     def always(self) -> float:
@@ -59,9 +62,9 @@ class ResidentMemory:
         held = self.cache
         cache = 0.0 if held is None else held.size + max(held.moving, held.decoding)
         while_learning = cache if self.overlapped else 0.0
-        found = {"learning": step + self.always + while_learning}
-        if self.cache is not None:
-            found["sampling"] = self.state + self.always + cache
+        found = {"learning": step + self.always + while_learning + self.engine_cache}
+        if self.cache is not None or self.engine_cache:
+            found["sampling"] = self.state + self.always + cache + self.engine_cache
         if self.published:
             found["publishing"] = self.state + self.always + self.published + while_learning
         return found
@@ -93,15 +96,41 @@ def resident_memory(step: PlannedStep) -> ResidentMemory:
         reward_model = _weights(specs, layout, dtype=precision.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
+    engine = config.sampler.name == "vllm_tpu" and not config.sampler.devices
+    engine_weights, engine_cache, engine_part = _engine(step) if engine else (0.0, 0.0, 0.0)
     return ResidentMemory(
         state=on_one(step.state.params) + moments,
-        sampler=served * (2 if overlapped else 1) if shared else 0.0,
+        sampler=served * (2 if overlapped else 1) if shared else engine_weights,
         reference=reference,
         reward_model=reward_model,
         critic=_critic(step) if step.recipe.critic else 0.0,
-        published=served + wire,
+        published=served + wire + engine_part,
         cache=_cache(step, own) if shared else None,
         overlapped=overlapped,
+        engine_cache=engine_cache,
+    )
+
+
+def _engine(step: PlannedStep) -> tuple[float, float, float]:
+    """Counts the bytes of vLLM's TPU engine on one of its devices: weights, KV cache, and the
+    largest tensor of a publish, which one device holds whole and in both dtypes."""
+    config, model, precision = step.config, step.model.config, step.config.precision
+    sampler = config.sampler
+    shards = len(engine_devices(sampler, model, mesh=step.layout.mesh.devices.flat))
+    dtype = precision.sampler
+    specs = models.flatten(step.model.specs)
+    weights = sum(
+        math.prod(one.shape) / (shards if len(one.tensor_shape) > 1 else 1)
+        for one in specs.values()
+    )
+    tokens = engine_cache_tokens(sampler, model, dtype=dtype.name)
+    if tokens is None:
+        tokens = config.sampling.max_batch * config.longest_sequence
+    largest = max(math.prod(one.tensor_shape) for one in specs.values())
+    return (
+        weights * dtype.itemsize,
+        tokens * token_bytes(model, dtype.name) / shards,
+        float(largest * (precision.wire.itemsize + dtype.itemsize)),
     )
 
 

@@ -125,6 +125,7 @@ def _resident(program: Program) -> Iterator[str]:
         yield "\nHeld outside the step, per chip"
         held = {
             "sampler's weights": found.sampler,
+            "the engine's KV cache": found.engine_cache,
             "reference": found.reference,
             "reward model or teacher": found.reward_model,
             "critic and its optimizer": found.critic,
@@ -246,12 +247,14 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
     cache, most = program.resident.cache, config.sampling.max_batch
     if cache is not None and cache.rows > program.step.layout.count("batch"):
         yield f"sampling.max_batch = {max(1, most // 2)} instead of {most}: half the cache"
+    if program.resident.engine_cache:
+        yield "sampler.kv_cache_bytes smaller: fewer completions at once, the others wait"
     if config.sampler.tensor is not None:
         yield (
             f"sampler.tensor larger than {config.sampler.tensor}, or left out: smaller shards of "
             "the sampler's weights"
         )
-    if cache is not None:
+    if cache is not None or program.resident.engine_cache:
         yield "sampler.name = 'vllm', with servers on other chips"
 
 

@@ -137,7 +137,7 @@ class VllmSampler(VllmScorer, Sampler):
                     before = one.partial.experts
                     experts = _read_experts(choice, before, tokens=tokens, layers=layers)
                     partial = partial._replace(experts=experts)
-                reason, end = choice["finish_reason"], _end(partial.tokens, one.params)
+                reason, end = choice["finish_reason"], find_end(partial.tokens, one.params)
                 if reason == "abort" and end is None:
                     todo.append(one._replace(turns=[turn], partial=partial))
                 else:
@@ -202,7 +202,6 @@ def _follows(turn: Turn, before: Turn) -> bool:
 def sampling_settings(request: HttpRequest) -> dict[str, Any]:
     """Returns vLLM's sampling parameters of a request."""
     first, done, params = request.turns[0], request.partial.tokens, request.params
-    texts = [] if params.stop_texts is None else list(params.stop_texts.texts)
     return {
         "n": len(request.turns),
         "max_tokens": first.max_tokens - len(done),
@@ -213,8 +212,16 @@ def sampling_settings(request: HttpRequest) -> dict[str, Any]:
         # A continuation needs another seed, or it would draw the same random numbers again.
         "seed": request.seed + first.sample_index + len(done),
         "logprobs": 0,  # of the token itself and no other
-        # The server ends a request at a text. A text that begins before an abort and ends after it
-        # is found here alone, and so are stop sequences of several tokens.
+        **stop_settings(params),
+    }
+
+
+def stop_settings(params: SamplingParams) -> dict[str, Any]:
+    """Returns the part of vLLM's sampling parameters that ends completions."""
+    texts = [] if params.stop_texts is None else list(params.stop_texts.texts)
+    return {
+        # vLLM ends a request at a text. A text that begins before an abort and ends after it is
+        # found by `find_end` alone, and so are stop sequences of several tokens.
         "detokenize": bool(texts),
         "stop": texts,
         "include_stop_str_in_output": True,
@@ -317,7 +324,7 @@ def _completion(turn: Turn, whole: _Partial, *, reason: str, end: int | None) ->
     )
 
 
-def _end(tokens: Sequence[int], params: SamplingParams) -> int | None:
+def find_end(tokens: Sequence[int], params: SamplingParams) -> int | None:
     """Returns the end of the first stop text or stop sequence of several tokens, or None."""
     ends = [
         i

@@ -141,3 +141,27 @@ def test_models_beside_the_policy(tmp_path):
     # Layers, rank, in and out; A is sharded over fsdp = 4 only, B over tensor.
     assert adapters.reference == 2 * (2 * 8 * 32 / 4 + 2 * 32 * 8 / 2)
     assert (adapters.sampler, adapters.published) == (own, own + 2 * policy)
+
+
+def test_the_engines_weights_and_cache_by_hand(tmp_path):
+    changes = {**COMPLETIONS, "sampler__name": "vllm_tpu"}
+    found = counted(tmp_path, **changes)
+    specs = spec.flatten(decoder(tiny.CONFIG).specs)
+    norms = sum(math.prod(one.shape) for one in specs.values() if len(one.tensor_shape) == 1)
+    total = sum(math.prod(one.shape) for one in specs.values())
+    # Two heads of keys and values: two of the eight devices.
+    assert found.sampler == 2 * (norms + (total - norms) / 2)
+    longest = make_config(tmp_path, **changes).longest_sequence
+    token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, dimensions, bytes
+    assert found.engine_cache == 64 * longest * token / 2
+    assert found.cache is None
+    largest = 64 * 32  # the embedding, in two dtypes of two bytes
+    assert found.published == largest * 4
+    phases = found.phases(1000.0)
+    assert phases["learning"] == 1000 + found.always + found.engine_cache
+    assert phases["sampling"] == found.state + found.always + found.engine_cache
+    assert phases["publishing"] == found.state + found.always + found.published
+    fewer = counted(tmp_path, **changes, sampler__kv_cache_bytes=str(16 * token))
+    assert fewer.engine_cache == 16 * token / 2
+    apart = counted(tmp_path, **changes | {"mesh__fsdp": "2", "sampler__devices": "4"})
+    assert (apart.sampler, apart.engine_cache) == (0, 0)

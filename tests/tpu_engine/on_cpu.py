@@ -1,0 +1,63 @@
+"""vLLM's TPU engine on jax's CPU backend: what tpu-inference 0.32 needs there.
+
+A plugin of pytest (`-p tests.tpu_engine.on_cpu`), so that it comes before everything else.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+_DEVICES = 4
+_CACHE = Path(__file__).parents[2] / ".cache" / "compiled" / "tpu_engine"
+
+
+def install() -> None:
+    """Prepares this process; the engine's own files are used as they are."""
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        SKIP_JAX_PRECOMPILE="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        PJRT_NPROC="64",  # see tests/conftest.py
+        JAX_COMPILATION_CACHE_DIR=str(_CACHE),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        # Otherwise it asks the cloud's metadata server which TPU this is.
+        TPU_ACCELERATOR_TYPE="v6e-1",
+        TPU_NAME="none",
+        TPU_WORKER_ID="0",
+        TPU_SKIP_MDS_QUERY="1",
+        SC_ALLREDUCE_ALLGATHER_OFFLOAD_MIN_BYTES="0",
+    )
+    import jax
+    from jax._src import tpu_info
+
+    jax.config.update("jax_num_cpu_devices", _DEVICES)
+    # The engine refills a host buffer in each step, and a CPU device reads host buffers in place.
+    # With asynchronous dispatch a step would see the lengths of the next one.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    info: Any = tpu_info
+    info.get_device_kind = lambda: "TPU v6 lite"  # Pallas asks which TPU it compiles for
+    info.get_num_device_cores = lambda: 1
+
+    from jaxrl.sampling import prepare_tpu_engine
+
+    prepare_tpu_engine()
+
+    import vllm.model_executor.models.registry as registry
+    from tpu_inference import utils
+    from tpu_inference.models.common import compiler_options
+
+    registry._run_in_subprocess = lambda f: f()  # otherwise another process imports vLLM
+    utils.hbm_usage_bytes = lambda devices: [(0, 1 << 30) for _ in devices]  # a CPU has no numbers
+    # XLA's options for TPUs; replaced before other modules take the functions by name.
+    compiler_options.get_step_fn_compiler_options = dict
+    compiler_options.get_sampling_compiler_options = dict
+
+    from tpu_inference.layers.common import attention_interface
+
+    from tests.tpu_engine.attention import ragged_paged_attention
+
+    attention_interface.ragged_paged_attention = ragged_paged_attention
+
+
+install()
