@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import secrets
 import time
 import urllib.parse
@@ -28,12 +27,11 @@ from jaxrl.bridge.base import (
     marker,
 )
 from jaxrl.bridge.in_vllm import auth, lease, relay
-from jaxrl.bridge.servers import facts
+from jaxrl.bridge.servers import answers, facts
 from jaxrl.bridge.servers.connection import limits, make_client
 
 _PROBE_TIMEOUT = 5.0  # seconds for a failed server's answer
 _REST = 10  # times as long as it let a probe wait, a failed server is not probed again
-_WRAPPED = "', please check the stack trace above for the root cause"  # by vLLM
 _VERSION = "/weight_info"
 _INFO = "/server_info?config_format=json"
 _NO_ROUTE = f"{_VERSION}: 404 "
@@ -379,7 +377,9 @@ class VllmServer:
         except ControlError as error:
             if not isinstance(error, _ServerFaultError) and path == "/update_weights":
                 raise RefusedError(str(error)) from error  # rejected before it reached the engine
-            raise PoisonedError(f"stays paused: {_from(POISONED, str(error))}") from error
+            raise PoisonedError(
+                f"stays paused: {answers.starting_at(POISONED, str(error))}"
+            ) from error
 
     def _call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
@@ -391,23 +391,8 @@ class VllmServer:
             raise _UnreachableError(f"{where}: {error!r}") from None
         if response.status_code != 200:
             if marker(response.text) == REFUSED:
-                raise RefusedError(_from(REFUSED, _said(response.text)))
+                raise RefusedError(answers.starting_at(REFUSED, answers.message(response.text)))
             kind = ControlError if response.status_code < 500 else _ServerFaultError
             raise kind(f"{where}: {response.status_code} {response.text}")
         is_json = response.headers.get("Content-Type", "").startswith("application/json")
         return response.json() if response.content and is_json else None
-
-
-def _said(text: str) -> str:
-    """Returns the message in an answer, without what vLLM wraps around the engine's errors."""
-    try:
-        error = json.loads(text)["error"]
-        message = error if isinstance(error, str) else str(error["message"])
-    except (ValueError, LookupError, TypeError):
-        return text
-    return message.removesuffix(_WRAPPED)
-
-
-def _from(marker: str, text: str) -> str:
-    """Drops the server's text before the engine's message."""
-    return text[max(0, text.find(marker)) :]
