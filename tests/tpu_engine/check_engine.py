@@ -228,7 +228,7 @@ def test_a_two_step_run(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": p, "answer": p}) for p in ("abcd", "efgh", "ijkl", "mnop")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     changes = {"sampler.name": "vllm_tpu", "mesh.fsdp": 4, "probe.every": 1, "seed": 3}
-    config = run_config(tmp_path, **changes)
+    config = run_config(tmp_path, **changes, **{"data.max_prompt_tokens": 16})
     result = train.train(config)
     assert result.step == 2
     metrics = read_metrics(Path(config.run_dir, "metrics.jsonl"))
