@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests jaxrl with vLLM's TPU engine in one process, on simulated devices: a minute of CPU time after
-# the first run. Needs .venv-vllm-tpu (scripts/install_vllm_tpu.sh). Arguments go to pytest.
+# Tests jaxrl with vLLM's TPU engine in one process, on simulated devices; some minutes of CPU time.
+# Needs .venv-vllm-tpu (scripts/install_vllm_tpu.sh). Arguments go to pytest.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
