@@ -19,7 +19,14 @@ _MODELS = ("model.path", "reward.model", "critic.path")
 # Of all commands. `commands/export` and others name their arguments themselves.
 _DIRECTORIES = (*_MODELS, "lora.path", "run_dir", "out", "sampler.store")
 _FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
-_FUNCTIONS = ("reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage")
+_FUNCTIONS = (
+    "reward.path",
+    "judge.path",
+    "environment.name",
+    "environment.tools",
+    "loss.name",
+    "loss.advantage",
+)
 
 
 def check_paths(config: Section) -> None:

@@ -23,7 +23,14 @@ from jaxrl.config.training import Config
 BASE = {"model.path": "m", "data.path": "d.jsonl", "reward.path": "exact_match"}
 DIRECTORIES = ["model.path", "reward.model", "critic.path", "lora.path", "run_dir", "sampler.store"]
 FILES = ["data.path", "data.eval_path", "sampler.python"]
-FUNCTIONS = ["reward.path", "environment.name", "environment.tools", "loss.name", "loss.advantage"]
+FUNCTIONS = [
+    "reward.path",
+    "judge.path",
+    "environment.name",
+    "environment.tools",
+    "loss.name",
+    "loss.advantage",
+]
 BESIDE = {
     "lora.path": {"lora.rank": "1"},
     "environment.tools": {"environment.name": "agent"},

@@ -68,6 +68,7 @@ def passed(config, recipe, *, sizes, shape: MinibatchShape, layout) -> Minibatch
             learner=learner,
             greedy_score=learner.score,
             learning_rate=learning_rate,
+            drift=None,
             critic=None,
             reference=params,
         )

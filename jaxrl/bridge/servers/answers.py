@@ -1,4 +1,4 @@
-"""What a vLLM server's error answers say."""
+"""Texts of a vLLM server's error answers."""
 
 import json
 
