@@ -92,7 +92,7 @@ def test_server_ends_at_the_token_that_completes_a_text(serving, material, monke
     said = tokenizer.decode(sample(embedded, plain)[0].tokens[4:7], skip_special_tokens=False)
     ends = dataclasses.replace(plain, stop_texts=StopTexts(tokenizer, [said[:-1], "<unk"]))
     expected = sample(embedded, ends)
-    monkeypatch.setattr(vllm_sampler, "_end", lambda *_: None)
+    monkeypatch.setattr(vllm_sampler, "find_end", lambda *_: None)
     for ours, theirs in zip(expected, sample(serving.sampler, ends), strict=True):
         assert theirs.tokens.tolist() == ours.tokens.tolist()
         assert theirs.finish_reason == ours.finish_reason
