@@ -247,7 +247,7 @@ def test_last_evaluation_can_pause_the_run(material, tmp_path, monkeypatch):
     scores = iter([0.9, 0.2])
     found = (
         SimpleNamespace(
-            accuracy=score, failed=0, rewards=np.ones(1), failure=None, numbers={}, rollouts=[]
+            accuracy=score, failed=0, rewards=np.ones((1, 1)), failure=None, numbers={}, rollouts=[]
         )
         for score in scores
     )
