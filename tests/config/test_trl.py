@@ -41,12 +41,17 @@ def test_page_has_every_name():
         (Config, "beta", "TRL's beta is loss.kl here"),
         (Config, "batch_size", "is train.train_batch here (prompts, over all devices)"),
         (SFTConfig, "batch_size", "is train.batch_size here"),
-        (SFTConfig, "num_generations", "there is no such key"),
     ],
 )
 def test_names_of_trl_on_the_command_line(schema, name, hint):
     with pytest.raises(ConfigError, match=re.escape(hint)):
         load(schema, overrides=[(name, "1")])
+
+
+def test_a_name_of_trl_without_a_key_of_the_command_is_not_answered():
+    with pytest.raises(ConfigError) as error:
+        load(SFTConfig, overrides=[("num_generations", "1")])
+    assert "TRL" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "own"), [("beta", "kl"), ("epsilon", "clip_low")])

@@ -49,15 +49,22 @@ def rollouts(
         or as `Sampler.sample`.
     """
     _check_distribution(params, temperature)
-    return _play(
-        sampler,
-        examples,
-        tokenizer=tokenizer,
-        reward=reward,
-        params=params,
-        group_size=group_size,
-        rendering=rendering,
-    )
+    render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
+    prompts, known = [], []
+    for i, example in enumerate(examples):
+        where = f"example {i}"
+        prompt = read_prompt(example, "prompt", where=where)
+        text = render(prompt, where, tools=read_tools(example, where=where))
+        known.append({**example, "rendered_prompt": text})
+        prompts.append(np.array(encode(text), np.int32))
+    found: dict[tuple[int, int], Rollout] = {}
+    for completion in sampler.sample(prompts, params, group_size=group_size):
+        i = completion.prompt_index
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        rollout = as_rollout(completion, prompts[i], group=i)
+        rewarded = rollout._replace(reward=float(reward(text, known[i])))
+        found[i, completion.sample_index] = rewarded
+    return [found[key] for key in sorted(found)]
 
 
 class Accuracy(NamedTuple):
@@ -99,45 +106,19 @@ def accuracy(
     """
     if not examples:
         raise ValueError("examples is empty; the mean of no rewards is not defined")
-    played = _play(
+    greedy = dataclasses.replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    played = rollouts(
         sampler,
         examples,
         tokenizer=tokenizer,
         reward=reward,
-        params=dataclasses.replace(params, temperature=0.0),
+        params=greedy,
         group_size=1,
         rendering=rendering,
+        temperature=greedy.temperature,
     )
     rewards = np.array([[rollout.reward] for rollout in played])
     return Accuracy(float(rewards.mean()), half_interval(rewards))
-
-
-def _play(
-    sampler: Sampler,
-    examples: Sequence[Mapping[str, Any]],
-    *,
-    tokenizer: Tokenizer,
-    reward: Callable[[str, Mapping[str, Any]], float],
-    params: SamplingParams,
-    group_size: int,
-    rendering: Rendering,
-) -> list[Rollout]:
-    render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
-    prompts, known = [], []
-    for i, example in enumerate(examples):
-        where = f"example {i}"
-        prompt = read_prompt(example, "prompt", where=where)
-        text = render(prompt, where, tools=read_tools(example, where=where))
-        known.append({**example, "rendered_prompt": text})
-        prompts.append(np.array(encode(text), np.int32))
-    found: dict[tuple[int, int], Rollout] = {}
-    for completion in sampler.sample(prompts, params, group_size=group_size):
-        i = completion.prompt_index
-        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        rollout = as_rollout(completion, prompts[i], group=i)
-        rewarded = rollout._replace(reward=float(reward(text, known[i])))
-        found[i, completion.sample_index] = rewarded
-    return [found[key] for key in sorted(found)]
 
 
 def _check_distribution(params: SamplingParams, temperature: float) -> None:
