@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from jaxrl.builders.certificate import NAME, certified_facts
+from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.sampler import Serving
 from jaxrl.config.training import Config
 from jaxrl.core import read_whole
 from jaxrl.diagnostics import Certificate
-from jaxrl.models import DecoderConfig
 
 
 class CertificateError(ValueError):
     """The run directory's certificate does not hold for the run."""
 
 
-def check_certificate(config: Config, serving: Serving, *, model: DecoderConfig) -> str | None:
+def check_certificate(config: Config, serving: Serving, *, models: ModelFiles) -> str | None:
     """Compares a run with the certificate in its directory.
 
     Returns:
@@ -34,7 +34,7 @@ def check_certificate(config: Config, serving: Serving, *, model: DecoderConfig)
     except ValueError as error:
         raise CertificateError(f"{path} cannot be read: {error}; {again}") from None
     temperature = config.sampling.temperature
-    sampler = serving.facts()
+    sampler, model = serving.facts(), models.policy.config
     facts = certified_facts(sampler, config.precision, model=model, temperature=temperature)
     if changes := certificate.changes(facts):
         raise CertificateError(f"{path} does not hold here: {'; '.join(changes)}; {again}")

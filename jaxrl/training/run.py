@@ -11,7 +11,7 @@ from jaxrl.builders.learner import Learning, anchor_note, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.reward_model import load_reward_model
+from jaxrl.builders.reward_model import RewardModel, load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
 from jaxrl.builders.task import MODEL, TaskData, load_task
@@ -85,13 +85,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     )
     episode_runner, params, tried = _try(config, task, models)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
-    reward_model, teaches = None, names_teacher(config, models, hosts=hosts)
-    if teaches:  # a teacher is not part of the reward
-        task = task._replace(weights={k: v for k, v in task.weights.items() if k != MODEL})
-    elif models.judge is not None:
-        reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
-    elif config.reward.model_url and hosts.leads:
-        reward_model = connect_reward_model(config, models.policy)
+    teaches, task, reward_model = _open_rewards(config, task, models, layout=layout, hosts=hosts)
     hosts.on_leader(lambda: _claim(config, inputs))
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
@@ -114,9 +108,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         closing(checkpoints),
         open_teacher(config, models, layout=layout, hosts=hosts) as teacher,
     ):
-        certified = hosts.on_leader(
-            lambda: check_certificate(config, serving, model=models.policy.config)
-        )
+        certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
         source = RolloutSource(
             config=config,
             task=task,
@@ -146,6 +138,22 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         for line in filter(None, (*lines, attention, learning.rows_note, certified)):
             tracker.note(line)
         yield run, state, progress
+
+
+def _open_rewards(
+    config: Config, task: TaskData, models: ModelFiles, *, layout: Layout, hosts: Hosts
+) -> tuple[bool, TaskData, RewardModel | None]:
+    """Returns whether reward.model is a teacher, the task with the weights of its rewards, and the
+    reward model, loaded or on a server; None if the config names none."""
+    if names_teacher(config, models, hosts=hosts):  # which is not part of the reward
+        weights = {name: weight for name, weight in task.weights.items() if name != MODEL}
+        return True, task._replace(weights=weights), None
+    reward_model = None
+    if models.judge is not None:
+        reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
+    elif config.reward.model_url and hosts.leads:
+        reward_model = connect_reward_model(config, models.policy)
+    return False, task, reward_model
 
 
 def _try(
