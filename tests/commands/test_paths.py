@@ -23,14 +23,7 @@ from jaxrl.config.training import Config
 BASE = {"model.path": "m", "data.path": "d.jsonl", "reward.path": "exact_match"}
 DIRECTORIES = ["model.path", "reward.model", "critic.path", "lora.path", "run_dir", "sampler.store"]
 FILES = ["data.path", "data.eval_path", "sampler.python"]
-FUNCTIONS = [
-    "reward.path",
-    "judge.path",
-    "environment.name",
-    "environment.tools",
-    "loss.name",
-    "loss.advantage",
-]
+FUNCTIONS = list(paths._FUNCTIONS)
 BESIDE = {
     "lora.path": {"lora.rank": "1"},
     "environment.tools": {"environment.name": "agent"},
