@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ from jaxrl.models.model import decoder
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.run_config import run_config
+from tests.training.json_server import JsonHandler, serving
 
 FP32 = PRESETS["fp32"]
 # Another architecture than the policy's, with its vocabulary.
@@ -105,42 +104,28 @@ def test_a_teachers_scores_survive_a_checkpoint():
     np.testing.assert_array_equal(found, rollout.teacher)
 
 
-class _Teacher(BaseHTTPRequestHandler):
+class _Teacher(JsonHandler):
     """Speaks the part of vLLM's protocol that a teacher needs; gives token t the log-prob -t."""
 
-    def do_GET(self) -> None:
-        self._answer({"data": [{"id": "m", "max_model_len": 17}]})
+    def get(self) -> None:
+        self.answer({"data": [{"id": "m", "max_model_len": 17}]})
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self, body: Any) -> None:
         if self.path == "/detokenize":
-            self._answer({"prompt": " ".join(map(str, body["tokens"]))})
+            self.answer({"prompt": " ".join(map(str, body["tokens"]))})
             return
         if self.path != "/inference/v1/generate":
-            self._answer({"detail": "Not Found"}, status=404)
+            self.answer({"detail": "Not Found"}, status=404)
             return
         scores = [{str(t): {"logprob": -float(t)}} for t in body["token_ids"]]
         choice = {"weight_versions": [{"version": "default", "start": 0, "end": 1}]}
-        self._answer({"choices": [choice], "prompt_logprobs": [None, *scores[1:]]})
-
-    def _answer(self, content: Any, *, status: int = 200) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer({"choices": [choice], "prompt_logprobs": [None, *scores[1:]]})
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Teacher) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serving(_Teacher) as address:
+        yield address
 
 
 def opened(config, decode):

@@ -1,9 +1,6 @@
 """A reward model behind a server; a stand-in speaks the part of vLLM's protocol that it needs."""
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,44 +13,33 @@ from jaxrl.core.batch import given_rollout
 from jaxrl.tracking.tracker import read_metrics
 from tests.run_config import run_config
 from tests.training import small_runs
+from tests.training.json_server import JsonHandler, serving
 
 
-class _Classifier(BaseHTTPRequestHandler):
+class _Classifier(JsonHandler):
     """Scores token ids by a tenth of their sum; answers in reverse order. Fails in the list."""
 
     tokenizer: Any
     failing: ClassVar[list[int]] = []
     labels = 1
 
-    def do_GET(self) -> None:
-        self._answer({"data": [{"id": "m", "max_model_len": 32}]})
+    def get(self) -> None:
+        self.answer({"data": [{"id": "m", "max_model_len": 32}]})
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self, body: Any) -> None:
         if self.path == "/detokenize":
-            self._answer({"prompt": self.tokenizer.decode(body["tokens"])})
+            self.answer({"prompt": self.tokenizer.decode(body["tokens"])})
             return
         assert self.path == "/classify"
         assert body["use_activation"] is False
         if self.failing and len(body["input"]) > 1:
-            self._answer({"error": "no memory"}, status=self.failing.pop())
+            self.answer({"error": "no memory"}, status=self.failing.pop())
             return
         data = [
             {"index": i, "probs": [sum(ids) / 10] * self.labels, "num_classes": self.labels}
             for i, ids in enumerate(body["input"])
         ]
-        self._answer({"data": data[::-1]})
-
-    def _answer(self, content: Any, *, status: int = 200) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        self.answer({"data": data[::-1]})
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +50,8 @@ def material(tmp_path_factory) -> Path:
 @pytest.fixture
 def url(material) -> Iterator[str]:
     _Classifier.tokenizer = huggingface.Checkpoint(material / "model").tokenizer
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Classifier) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serving(_Classifier) as address:
+        yield address
 
 
 def config(material, url, **changes):
