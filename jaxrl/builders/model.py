@@ -23,17 +23,17 @@ class ModelFiles(NamedTuple):
 
     policy: Checkpoint
     # The reward model or the teacher; None without one, or for one on a server.
-    judge: Checkpoint | None
+    scorer: Checkpoint | None
     critic: Checkpoint  # of a separate critic
 
 
 def find_models(config: Config) -> ModelFiles:
     """Returns the checkpoints that a config names, without reading them."""
     opened = functools.cache(Checkpoint)
-    policy, judge = config.model.path, None
+    policy, scorer = config.model.path, None
     if config.reward.model is not None and not config.reward.model_url:
-        judge = opened(config.reward.model)
-    return ModelFiles(opened(policy), judge, opened(config.critic.path or policy))
+        scorer = opened(config.reward.model)
+    return ModelFiles(opened(policy), scorer, opened(config.critic.path or policy))
 
 
 def make_decoder(

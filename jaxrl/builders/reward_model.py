@@ -20,8 +20,8 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 
 def load_reward_model(config: Config, models: ModelFiles, *, layout: Layout) -> RewardModel:
     """Loads the reward model of a run. It runs on the learner's devices in `precision.compute`;
-    rows and microbatches are the learner's. Raises as `load_judge`."""
-    model, params = load_judge(config, models, layout=layout, output="scores")
+    rows and microbatches are the learner's. Raises as `load_scorer`."""
+    model, params = load_scorer(config, models, layout=layout, output="scores")
     shardings = layout.constraints(model.specs)
     scores = jit(make_scores(model, precision=config.precision, param_shardings=shardings))
     shape = minibatch_shape(config, layout)
@@ -42,7 +42,7 @@ def score_rollouts(
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def load_judge(
+def load_scorer(
     config: Config, models: ModelFiles, *, layout: Layout, output: Output
 ) -> tuple[Model, Params]:
     """Loads reward.model, which reads the token ids of the policy, in `precision.compute`.
@@ -51,10 +51,10 @@ def load_judge(
       ValueError: if its tokenizer is not the policy's, or it lacks an embedding of a token; the
         message names the first difference.
     """
-    judge, path = models.judge, config.reward.model
-    assert judge is not None
-    model, params = load_model(judge, layout=layout, dtype=config.precision.compute, output=output)
-    ours, theirs = (one.tokenizer.get_vocab() for one in (models.policy, judge))
+    scorer, path = models.scorer, config.reward.model
+    assert scorer is not None
+    model, params = load_model(scorer, layout=layout, dtype=config.precision.compute, output=output)
+    ours, theirs = (one.tokenizer.get_vocab() for one in (models.policy, scorer))
     differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
     if differing:
         token = differing[0]

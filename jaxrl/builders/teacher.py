@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl.bridge import headers, known_key
 from jaxrl.builders.model import ModelFiles
-from jaxrl.builders.reward_model import load_judge
+from jaxrl.builders.reward_model import load_scorer
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.builders.served_model import check_server, open_server, serves_scores
 from jaxrl.config.training import Config
@@ -37,22 +37,20 @@ def names_teacher(config: Config, models: ModelFiles, *, hosts: Hosts) -> bool:
     """
     if config.reward.model_url:
         return not hosts.on_leader(lambda: serves_scores(config))
-    return models.judge is not None and not models.judge.config.scored
+    return models.scorer is not None and not models.scorer.config.scored
 
 
 @contextmanager
 def open_teacher(
     config: Config, models: ModelFiles, *, layout: Layout, hosts: Hosts
 ) -> Iterator[Teacher | None]:
-    """Opens the teacher of a run; None if the config names none. Process 0 asks a server; a model
-    in a directory runs on the learner's devices.
+    """Opens the teacher of a run that `names_teacher`. Process 0 asks a server, and the others get
+    None; a model in a directory runs on the learner's devices.
 
     Raises:
       ValueError: for a model or a server that cannot be used; the message names the key.
     """
-    if not names_teacher(config, models, hosts=hosts):
-        yield None
-    elif not config.reward.model_url:
+    if not config.reward.model_url:
         yield hosts.on_all(_load_teacher(config, models, layout=layout))
     elif hosts.leads:
         with closing(_connect(config, models.policy)) as client:
@@ -63,7 +61,7 @@ def open_teacher(
 
 def _load_teacher(config: Config, models: ModelFiles, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
-    model, params = load_judge(config, models, layout=layout, output="tokens")
+    model, params = load_scorer(config, models, layout=layout, output="tokens")
     model = model._replace(temperature=config.sampling.temperature)
     shardings = layout.constraints(model.specs)
     score = make_score(model, precision=config.precision, param_shardings=shardings)

@@ -91,9 +91,9 @@ def run_inputs(config: Config, recipe: Recipe, task: TaskData, models: ModelFile
     if task.held_out is not None:
         found.append(held_out_input(data, task.held_out.examples))
     found += model_inputs(config, models.policy, reference=reference)
-    if models.judge is not None:
-        name = "reward model" if models.judge.config.scored else "teacher"
-        found.append(directory_input(name, "reward.model", str(models.judge.directory)))
+    if models.scorer is not None:
+        name = "reward model" if models.scorer.config.scored else "teacher"
+        found.append(directory_input(name, "reward.model", str(models.scorer.directory)))
     if recipe.critic is not None and config.critic.path is not None:
         # Its weights are in the checkpoints.
         found.append(directory_input("critic", "critic.path", config.critic.path, suffixes=()))

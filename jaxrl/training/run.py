@@ -1,7 +1,7 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +106,9 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             hosts=hosts,
         ) as serving,
         closing(checkpoints),
-        open_teacher(config, models, layout=layout, hosts=hosts) as teacher,
+        open_teacher(config, models, layout=layout, hosts=hosts)
+        if teaches
+        else nullcontext() as teacher,
     ):
         certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
         source = RolloutSource(
@@ -149,7 +151,7 @@ def _open_rewards(
         weights = {name: weight for name, weight in task.weights.items() if name != MODEL}
         return True, task._replace(weights=weights), None
     reward_model = None
-    if models.judge is not None:
+    if models.scorer is not None:
         reward_model = hosts.on_all(load_reward_model(config, models, layout=layout))
     elif config.reward.model_url and hosts.leads:
         reward_model = connect_reward_model(config, models.policy)

@@ -12,7 +12,7 @@ from orbax.checkpoint import StandardCheckpointer
 from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models, load_model
-from jaxrl.builders.reward_model import load_judge
+from jaxrl.builders.reward_model import load_scorer
 from jaxrl.builders.supervised import supervised_shape
 from jaxrl.cli import main
 from jaxrl.config.mesh import MeshConfig
@@ -288,7 +288,7 @@ def test_interrupted_and_resumed_equals_undisturbed(
 
 
 def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypatch):
-    """Interrupted, resumed, merged; a judge computes with it as PEFT's files say."""
+    """Interrupted, resumed, merged; a scorer computes with it as PEFT's files say."""
     one, other = tmp_path / "one", tmp_path / "other"
     lora_keys = {"lora.rank": "4", "lora.alpha": "8", "precision": "bf16_master"}
     given = {
@@ -318,11 +318,11 @@ def test_reward_model_of_adapters(model, material, tokenizer, tmp_path, monkeypa
     keys = {"model.path": model, "data.path": "x", "reward.model": one / "model"}
     given_to = load(Config, overrides=[(key, str(value)) for key, value in keys.items()])
     layout = make_layout(MeshConfig())
-    judge, params = load_judge(given_to, find_models(given_to), layout=layout, output="scores")
+    scorer, params = load_scorer(given_to, find_models(given_to), layout=layout, output="scores")
     pairs_config = config(model, material, **{"train.packing": "false"})
     held_out = load_pairs(pairs_config.data, tokenizer, max_tokens=ROW_LENGTH).held_out
     batch = packed_pairs(held_out.pairs[:8], pairs_config).batch
-    scores = np.asarray(sequence_scores(judge, params, batch, precision=given_to.precision))
+    scores = np.asarray(sequence_scores(scorer, params, batch, precision=given_to.precision))
     there = batch.segments.max(axis=1) == 2
     assert there.sum() == 8
     assert (scores[there, 1] > scores[there, 2]).all()

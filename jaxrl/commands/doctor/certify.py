@@ -20,7 +20,7 @@ def certify(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     """
     only_precision(config, "--certify")
     untimed = config.model_copy(update={"timed_steps": 0})
-    (measured,) = examine(untimed, note=note, ask=lambda serving: serving.facts())
+    (measured,) = examine(untimed, note=note, facts=True)
     low, high = config.clip_range
     certificate = judge(measured.ratio, low=low, high=high, facts=measured.facts)
     path = Path(config.out, NAME)

@@ -16,7 +16,7 @@ from jaxrl.builders.certificate import certified_facts
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
-from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.commands.doctor.text import Measurement
 from jaxrl.config.doctor import DoctorConfig
@@ -73,20 +73,11 @@ class Samples(NamedTuple):
     facts: dict[str, str]  # of the sampler, if they were asked for
 
 
-Ask = Callable[[Serving], dict[str, str]]
-"""Reads facts of a sampler while it serves."""
-
-
-def no_facts(serving: Serving) -> dict[str, str]:
-    """Asks nothing."""
-    return {}
-
-
 def examine(
-    config: DoctorConfig, *, note: Callable[[str], None], ask: Ask = no_facts
+    config: DoctorConfig, *, note: Callable[[str], None], facts: bool = False
 ) -> list[Measurement]:
     """Measures every precision of the config; those with equal samplers share their completions.
-    `ask` reads the facts that the measurements carry, `Serving.facts` for a certificate.
+    `facts`: the measurements carry what the samplers say of themselves, for a certificate.
 
     Raises:
       ValueError: for an unusable model or data.
@@ -109,7 +100,7 @@ def examine(
         if engine == "vLLM" and first.logits != first.sampler:
             sampler += f", head {short_name(first.logits)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
-        samples = sample(inputs, first, note=note, ask=ask)
+        samples = sample(inputs, first, note=note, facts=facts)
         for name in names:
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             measurements[name] = _measure(
@@ -171,7 +162,7 @@ def load_inputs(config: DoctorConfig) -> Inputs:
 
 
 def sample(
-    inputs: Inputs, precision: Precision, *, note: Callable[[str], None], ask: Ask = no_facts
+    inputs: Inputs, precision: Precision, *, note: Callable[[str], None], facts: bool = False
 ) -> Samples:
     """Samples completions of the prompts and packs them; a server scores them again."""
     config, layout = inputs.config, inputs.layout
@@ -210,8 +201,8 @@ def sample(
         if serving.score is not None:
             tokens, segments = jax.device_get((minibatch.batch.tokens, minibatch.batch.segments))
             replayed = replay_batch(serving.score, tokens=tokens, segments=segments)
-        facts = ask(serving)
-    return Samples(rollouts, shape, minibatch, replayed, facts)
+        told = serving.facts() if facts else {}
+    return Samples(rollouts, shape, minibatch, replayed, told)
 
 
 def _measure(

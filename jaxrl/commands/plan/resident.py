@@ -91,8 +91,8 @@ def resident_memory(step: PlannedStep) -> ResidentMemory:
     if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
         reference = on_one(lora.trainable(step.state.params), dtype=precision.compute)
     reward_model = 0.0
-    if step.models.judge is not None:
-        specs = param_specs(step.models.judge.config)
+    if step.models.scorer is not None:
+        specs = param_specs(step.models.scorer.config)
         reward_model = _weights(specs, layout, dtype=precision.compute)
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
