@@ -4,8 +4,8 @@ python scripts/check_chips.py [NAME ...] [--write]
 
 Each compiler has figures of its own: estimated time without communication, bytes that one device
 moves in its memory and sends, and temporaries. `--write` records those that were found. The exit
-status is 1 if one differs by more than 1 %. All steps together take an hour; a small one takes
-some seconds.
+status is 1 if one differs by more than 1 %. All steps together take an hour; a small one takes a
+minute.
 """
 
 import argparse
