@@ -103,6 +103,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
                     save(run.checkpoints, state, progress=progress)
                     break
                 wait_for_compiler()
+                run.sleep()
                 with clock(seconds, "time/learn"):
                     state, learned = learn(run, state, rollouts=rollouts.batch, progress=progress)
                 with clock(seconds, "time/publish"):

@@ -113,6 +113,7 @@ WHOLE = {
     "test_server.py",
     "test_sft.py",
     "test_site.py",
+    "test_sleeping_server.py",
     "test_stock_server.py",
     "test_stream.py",
     "test_train.py",

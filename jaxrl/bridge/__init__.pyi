@@ -24,7 +24,7 @@ from .servers.api_key import (
     server_key as server_key,
 )
 from .servers.arguments import check_arguments as check_arguments
-from .servers.control import ControlError as ControlError, VllmServer as VllmServer
+from .servers.control import VllmServer as VllmServer
 from .servers.kv_cache_size import (
     free_memory as free_memory,
     kv_cache_size as kv_cache_size,
@@ -38,6 +38,7 @@ from .servers.launch import (
     free_port as free_port,
     is_loopback as is_loopback,
 )
+from .servers.routes import ControlError as ControlError, ServerRoutes as ServerRoutes
 from .servers.stock import StockServer as StockServer
 from .shared_memory import SharedMemoryPublisher as SharedMemoryPublisher
 from .source import ParamsSource as ParamsSource

@@ -56,6 +56,7 @@ class Serving(NamedTuple):
     score: Score | None = None  # a server's log-probs of given tokens
     # Names and values of what the sampler's arithmetic depends on; a server takes 15 seconds.
     facts: Callable[[], dict[str, str]] = dict
+    sleep: Callable[[], None] = lambda: None  # gives the sampler's memory back until a publish
 
 
 @contextmanager
@@ -93,16 +94,15 @@ def open_sampler(
                 "set sampler.name = 'embedded'"
             )
         length = min(needs.longest_sequence, weights.model.config.max_positions)
-        yield Serving(
-            *open_tpu_engine(
-                config,
-                weights,
-                devices=layout.mesh.devices.flat,
-                max_model_len=length,
-                max_batch=min(needs.max_batch, needs.completions),
-                note=note,
-            )
+        sampler, publish, facts = open_tpu_engine(
+            config,
+            weights,
+            devices=layout.mesh.devices.flat,
+            max_model_len=length,
+            max_batch=min(needs.max_batch, needs.completions),
+            note=note,
         )
+        yield Serving(sampler, publish, facts=lambda: facts)
         return
     if hosts.count > 1 and needs.adapters is not None:
         raise ValueError(
@@ -144,10 +144,14 @@ def _open_client(
                 max_model_len=min(needs.longest_sequence + 1, limit),
                 max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
                 record_experts=needs.record_experts,
+                sleep=config.sleep,
                 api_key=key,
             )
             urls = (stack.enter_context(starting).wait().url,)
-        named = [VllmServer(url, timeout=config.timeout, api_key=key) for url in urls]
+        named = [
+            VllmServer(url, timeout=config.timeout, api_key=key, sleeps=config.sleep)
+            for url in urls
+        ]
         stock = bool(config.url) and all_stock(named, adapters=needs.adapters is not None)
         settings: dict[str, Any] = dict(
             max_positions=limit,
@@ -170,7 +174,13 @@ def _open_client(
         send = stack.enter_context(open_send(sync, named, adapters=needs.adapters, check=check))
         publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
         facts = functools.partial(_facts_of_servers, named)
-        yield Serving(client, publish, None if stock else client.score, facts)
+        sleep = functools.partial(_sleep, named, config) if config.sleep else lambda: None
+        yield Serving(client, publish, None if stock else client.score, facts, sleep)
+
+
+def _sleep(servers: Sequence[VllmServer], config: SamplerConfig) -> None:
+    for server in servers:
+        server.sleep(in_flight=config.in_flight)
 
 
 def _facts_of_servers(named: Sequence[VllmServer]) -> dict[str, str]:

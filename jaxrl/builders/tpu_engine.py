@@ -1,6 +1,7 @@
 """Builds vLLM's TPU engine in this process, with the publish of the learner's weights to it."""
 
 import functools
+import importlib.metadata
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -46,8 +47,9 @@ def open_tpu_engine(
     max_model_len: int,
     max_batch: int,
     note: Callable[[str], None],
-) -> tuple[Sampler, Publish]:
-    """Builds the engine and publishes `weights` to it; returns its sampler and the publish.
+) -> tuple[Sampler, Publish, dict[str, str]]:
+    """Builds the engine and publishes `weights` to it; returns its sampler, the publish, and the
+    names and values of what the engine's arithmetic depends on.
 
     Args:
       config: the config's sampler.
@@ -98,4 +100,6 @@ def open_tpu_engine(
         f"device{'s' * (len(used) > 1)}, KV cache for {engine.cache_tokens} tokens"
     )
     publish(weights.params, version=weights.version)
-    return sampler, publish
+    facts = {"sampler": "vLLM's TPU engine", "sampler.tensor": str(len(used))}
+    facts |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
+    return sampler, publish, facts

@@ -92,6 +92,11 @@ class SamplerConfig(ServerConfig):
     weights, `wait` lets them finish first, `abort` ends them and continues with new requests.
     `vllm_tpu` always waits."""
 
+    sleep: bool = False
+    """A server on the learner's own GPU drops its weights and its KV cache while the learner
+    trains (vLLM's sleep, level 2), and takes them back for the publish. Needs a server with
+    --enable-sleep-mode, as the run starts it."""
+
     max_requests: PositiveInt = 32
     """Maximum number of concurrent requests per server; the group of one prompt is one request."""
 
@@ -123,6 +128,11 @@ class SamplerConfig(ServerConfig):
             yield (
                 f"sampler.store = {self.store!r} is for running servers; set sampler.url to their "
                 "addresses (jaxrl serve), or leave it out"
+            )
+        if self.sleep and (self.name != "vllm" or len(self.url) > 1 or self.store is not None):
+            yield (
+                "sampler.sleep is for one server on the learner's own GPU, with sampler.name = "
+                "'vllm', at most one sampler.url and no sampler.store; leave it out"
             )
         here = {
             f"sampler.devices = {self.devices}": self.devices,

@@ -243,6 +243,18 @@ def _weight_sync(c: Config) -> Iterator[str]:
                 f"{key} = {found.text!r}: weights in 8 bits need sampler.name = 'embedded' and "
                 "lora.rank = 0; give wire another dtype"
             )
+    reasons = {
+        f"rollouts.max_staleness = {c.rollouts.max_staleness}: the server samples while the "
+        "learner trains": c.rollouts.max_staleness,
+        f"[mesh] of {math.prod(c.mesh.sizes.values())} devices: it is for a learner and a server "
+        "on one GPU": math.prod(c.mesh.sizes.values()) > 1,
+        "lora.publish = 'adapters': the base weights are lost asleep, and only a publish of "
+        "merged weights brings them": c.lora.publish == "adapters",
+        "probe.replay: the server scores while the learner trains": c.probe.replay,
+    }
+    for reason, given in reasons.items():
+        if c.sampler.sleep and given:
+            yield f"sampler.sleep and {reason}; leave one of the two out"
     if c.lora.publish == "adapters" and c.sampler.name != "vllm":
         yield (
             "lora.publish = 'adapters' needs a server that loads them; set sampler.name = 'vllm', "

@@ -1,6 +1,6 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +51,7 @@ class Run(NamedTuple):
     models: ModelFiles  # the checkpoints that it started from
     learning: Learning  # the compiled learner, and its critic if the recipe has one
     publish: Publish  # sends weights to the sampler
+    sleep: Callable[[], None]  # gives the sampler's memory back until the next publish
     score: Score | None  # the server's log-probs of given tokens; None without a server
     samples: Samples | None  # writes rollouts for people to read; None on processes other than 0
     judge: Judge | None  # compares its scores with rewards; None as `samples`, or without one
@@ -128,6 +129,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             models=models,
             learning=learning,
             publish=serving.publish,
+            sleep=serving.sleep,
             score=serving.score,
             samples=_open_samples(source, step=progress.step) if hosts.leads else None,
             judge=_open_judge(source, tracker, step=progress.step) if hosts.leads else None,

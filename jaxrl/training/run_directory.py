@@ -35,6 +35,7 @@ _FREE = (
     "sampler.kv_cache_bytes",
     "sampler.max_requests",
     "sampler.python",
+    "sampler.sleep",
     "sampler.store",
     "sampler.timeout",
     "sampler.url",

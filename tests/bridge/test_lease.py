@@ -31,10 +31,12 @@ class Server:
         self.raises: dict[str, str] = {}
         self.seen: list[str] = []
         self.slow = 0.0
+        self.publish: str | None = None  # identity that requests carry
+        self.gone = asyncio.Event()  # the learner's connection has closed
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
-        self.seen.append(path)
+        self.seen.append(path + "?" * bool(scope["query_string"]) + scope["query_string"].decode())
         await receive()
         await asyncio.sleep(self.slow)
         if path in self.raises:
@@ -45,15 +47,25 @@ class Server:
 
     async def call(self, path: str, learner: LearnerIdentity | None = LEARNER) -> tuple[int, str]:
         headers = {} if learner is None else lease.header(learner)
+        if self.publish is not None:
+            headers[lease.PUBLISH] = self.publish
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "method": "POST",
             "path": path,
+            "query_string": query.encode(),
             "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
         }
         sent: list[Any] = []
+        asked = False
 
         async def receive() -> Any:
+            nonlocal asked
+            if asked:
+                await self.gone.wait()
+                return {"type": "http.disconnect"}
+            asked = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Any) -> None:
@@ -185,6 +197,77 @@ def test_server_that_cannot_resume_is_ill(monkeypatch) -> None:
         await server.calls(INIT, "/pause")
         await asyncio.sleep(3 * LEASE)
         assert await server.health() == 503
+
+    serve(monkeypatch, script)
+
+
+SLEEP = "/sleep?level=2&mode=keep"
+WEIGHTS, CACHE = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
+
+
+async def fall_asleep(server: Server) -> asyncio.Task:
+    server.publish = "a"
+    await server.calls(INIT)
+    sleeping = asyncio.create_task(server.call(SLEEP))
+    await asyncio.sleep(3 * LEASE)
+    assert server.seen[-1] == SLEEP
+    assert not sleeping.done()
+    return sleeping
+
+
+def test_a_sleeping_server_waits_for_its_learner(monkeypatch) -> None:
+    async def script(server: Server) -> None:
+        sleeping = await fall_asleep(server)
+        assert await server.health() == 200
+        server.gone.set()
+        assert await server.calls(WEIGHTS, START, UPDATE, FINISH, CACHE, "/resume") == [200] * 6
+        assert (await sleeping)[0] == 200
+        seen = list(server.seen)
+        await asyncio.sleep(3 * LEASE)
+        assert server.seen == seen
+        assert await server.health() == 200
+        # Awake, it is not asked to wake.
+        assert await server.calls("/pause", WEIGHTS, START, UPDATE, FINISH, CACHE) == [200] * 6
+        assert WEIGHTS not in server.seen[len(seen) :]
+        assert CACHE not in server.seen[len(seen) :]
+
+    serve(monkeypatch, script)
+
+
+def test_a_server_whose_learner_died_asleep_is_ill_until_a_publish(monkeypatch) -> None:
+    async def script(server: Server) -> None:
+        await fall_asleep(server)
+        server.gone.set()
+        await asyncio.sleep(3 * LEASE)
+        status, text = await server.call("/health")
+        assert (status, "sleeps and has the weights of no version" in text) == (503, True)
+        assert server.seen[-1] == SLEEP  # not resumed
+        assert (await server.call(WEIGHTS))[0] == 409  # the publish has lapsed
+        server.publish = "b"
+        status, text = (await server.calls("/pause"))[0], (await server.call(START))[1]
+        assert (status, "sampler.sleep = true" in text) == (200, True)
+        server.fails[UPDATE] = 500, f"{REFUSED} missing"
+        assert await server.calls(WEIGHTS, START, UPDATE) == [200, 200, 500]
+        for path in (CACHE, "/wake_up", "/resume"):
+            status, text = await server.call(path)
+            assert (status, POISONED in text) == (409, True)
+        assert await server.health() == 503
+        server.fails.clear()
+        again = ("/pause", WEIGHTS, START, UPDATE, FINISH, CACHE, "/resume")
+        assert await server.calls(*again) == [200] * 7
+        assert await server.health() == 200
+
+    serve(monkeypatch, script)
+
+
+def test_a_server_whose_cache_sleeps_wakes_it_to_resume(monkeypatch) -> None:
+    async def script(server: Server) -> None:
+        await fall_asleep(server)
+        server.gone.set()
+        await server.calls(WEIGHTS, START, UPDATE, FINISH)
+        await asyncio.sleep(3 * LEASE)
+        assert server.seen[-1] == CACHE
+        assert await server.health() == 200
 
     serve(monkeypatch, script)
 

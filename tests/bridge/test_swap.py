@@ -23,7 +23,8 @@ from jaxrl.bridge.base import (
     UnavailableError,
 )
 from jaxrl.bridge.servers import control
-from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.routes import ControlError
 from jaxrl.bridge.store.objects import StoreError
 from jaxrl.bridge.swap import swap_weights
 from jaxrl.builders.weight_sync import PublishToServers
@@ -253,7 +254,7 @@ def test_untried_version_is_reported_once(version, told):
 def test_a_server_that_does_not_answer_is_seldom_asked(two, monkeypatch):
     """As one behind a link that swallows packets, which would hold up every publish."""
     (_, dead), servers = two
-    monkeypatch.setattr(control, "_PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(control, "PROBE_TIMEOUT", 0.2)
     asked, answer, respond = list[str](), threading.Event(), dead.respond
 
     def silent(path: str, body: dict[str, Any]) -> tuple[int, str]:

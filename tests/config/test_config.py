@@ -18,6 +18,7 @@ REQUIRED = {
 }
 
 FIXED = "fp32,sums=fixed"
+ASLEEP = {"sampler__sleep": True, "sampler__name": "vllm"}
 
 # What a text in a config may hold: no halves of characters, and no NUL.
 text = functools.partial(st.text, st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -147,6 +148,15 @@ def test_command_line_wins_over_file(tmp_path: Path):
             {"sampler__name": "vllm_tpu", "mesh__fsdp": 2, "rollouts__max_staleness": 1},
             "two threads that start programs on the same devices",
         ),
+        ({"sampler__sleep": True}, "one server on the learner's own GPU"),
+        (
+            {"sampler__sleep": True, "sampler__name": "vllm", "sampler__url": ["http://h:1"] * 2},
+            "at most one sampler.url",
+        ),
+        ({**ASLEEP, "rollouts__max_staleness": 1}, "the server samples while the learner trains"),
+        ({**ASLEEP, "mesh__fsdp": 2}, "[mesh] of 2 devices"),
+        ({**ASLEEP, "lora__rank": 4, "lora__publish": "adapters"}, "base weights are lost asleep"),
+        ({**ASLEEP, "probe__replay": True}, "the server scores while the learner trains"),
         ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
         ({"precision": FIXED, "lora__rank": 4}, "sums=fixed and lora.rank = 4"),
         ({"precision": FIXED, "mesh__fsdp": 2}, "sums=fixed, but [mesh] divides"),

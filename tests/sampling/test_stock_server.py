@@ -17,8 +17,9 @@ import pytest
 
 from jaxrl import huggingface, train
 from jaxrl.bridge.base import RefusedError, UnavailableError
-from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import free_port
+from jaxrl.bridge.servers.routes import ControlError
 from jaxrl.bridge.servers.stock import StockServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from jaxrl.bridge import manifest, payload
 from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
@@ -52,6 +53,7 @@ class InitInfo(WeightTransferInitInfo):
     sampler: str  # dtype that the learner expects this server to compute in
     logits: str  # dtype that it expects the head to compute in
     learner: dict[str, str]  # fields of `LearnerIdentity`
+    sleeps: bool = False  # the learner will make the server sleep, for its memory
 
 
 @dataclass
@@ -94,8 +96,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Connects a learner, which may start at any version.
 
         Raises ValueError with `REFUSED` if another learner is connected, the dtypes of the model
-        or of its head disagree, the server reports log-probs before the temperature, the root is
-        not a directory, or the model was not loaded from a local safetensors checkpoint.
+        or of its head disagree, the server reports log-probs before the temperature or would keep
+        its memory asleep, the root is not a directory, or the model was not loaded from a local
+        safetensors checkpoint.
         """
         with _refusing("connecting"), _together():
             learner = manifest.parse_learner(init_info.learner)
@@ -119,6 +122,12 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"the server reports {mode}, not those of the sampling distribution; "
                 f"start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and without "
                 "--logprobs-mode in sampler.vllm_args"
+            )
+        unable = not (self.model_config.enable_sleep_mode or current_platform.is_cpu())
+        if init_info.sleeps and unable:
+            raise ValueError(
+                "the server would keep its memory while it sleeps (sampler.sleep); start it with "
+                "--enable-sleep-mode"
             )
         if init_info.wire not in manifest.ITEM_BYTES:
             raise ValueError(f"unknown wire dtype {init_info.wire!r}")

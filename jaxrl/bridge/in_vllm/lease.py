@@ -3,6 +3,10 @@
 A learner that is killed during a publish leaves the server paused, and vLLM reports good health.
 So every publish has a lease, which each request renews. When it expires, the server resumes with
 its old weights, or reports ill health if some of them were replaced.
+
+A learner on the server's GPU makes it sleep while it computes: a publish that begins with `/sleep`.
+The answer to that request ends only when the learner closes the connection, to wake the server, or
+dies. The lease begins then. Asleep, the server has no weights.
 """
 
 import asyncio
@@ -12,7 +16,7 @@ import os
 import urllib.parse
 from typing import Any
 
-from jaxrl.bridge.base import LAPSED, REFUSED, UNFINISHED, LearnerIdentity, marker
+from jaxrl.bridge.base import LAPSED, POISONED, REFUSED, UNFINISHED, LearnerIdentity, marker
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.auth import App, Message, Receive, Send, header_values, respond
 from jaxrl.bridge.in_vllm.ownership import TAKE_OVER
@@ -29,7 +33,10 @@ _DEFAULT = 30.0  # a learner makes the requests of a publish without a break
 _CONNECT, _DISCONNECT = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 _START, _UPDATE, _FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 _PAUSE, _RESUME = "/pause", "/resume"
-_STEPS = (_START, _UPDATE, _FINISH, _RESUME)  # of a publish, after its pause
+_SLEEP, _WAKE = "/sleep", "/wake_up"
+_BEGIN = (_PAUSE, _SLEEP)  # a publish
+_STEPS = (_WAKE, _START, _UPDATE, _FINISH, _RESUME)  # of a publish, after its beginning
+_WEIGHTS, _CACHE = b"tags=weights", b"tags=kv_cache"  # queries of a wake
 _OTHERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", relay.PATH)
 _KEPT = 1 << 16  # bytes of a response to look at
 
@@ -58,6 +65,7 @@ class Lease:
         self._open = self._expired = False  # the publish
         self._publish: str | None = None  # its identity
         self._paused = False  # the server
+        self._asleep: set[bytes] = set()  # its parts without memory
         self._loaded = self._unnamed = False  # as in `BridgeEngine`
         self._fault = ""  # reason of ill health
         self._busy = 0  # requests of the publish without a response so far
@@ -69,11 +77,14 @@ class Lease:
         path = scope["path"] if scope["type"] == "http" else ""
         if path == "/health" and self._fault:
             await respond(send, 503, {"error": f"{UNFINISHED} {self._fault}"})
-        elif path not in (_CONNECT, _DISCONNECT, _PAUSE, *_STEPS, *_OTHERS):
+        elif path not in (_CONNECT, _DISCONNECT, *_BEGIN, *_STEPS, *_OTHERS):
             await self._app(scope, receive, send)
         elif refusal := self._refusal(path, scope):
             await respond(send, 409, {"error": f"{REFUSED} {refusal}"})
-        elif path in (_PAUSE, *_STEPS):
+        elif self._lacks_weights(path, scope):
+            text = f"{POISONED} the server sleeps and has lost its weights; publish again"
+            await respond(send, 409, {"error": text})
+        elif path in (*_BEGIN, *_STEPS) and not _by_hand(path, scope):
             await self._step(path, scope, receive, send)
         else:
             status, _ = await self._pass(scope, receive, send)
@@ -95,7 +106,19 @@ class Lease:
             )
         if path in _STEPS and self._publish != _header(scope, PUBLISH):
             return f"{LAPSED}: another one has begun since; publish again"
+        if path in (_START, _UPDATE) and _WEIGHTS in self._asleep:
+            return (
+                "the server sleeps, and only a learner with sampler.sleep = true wakes it; set it, "
+                "or restart the server"
+            )
         return ""
+
+    def _lacks_weights(self, path: str, scope: Message) -> bool:
+        """Tells whether a request would have a sleeping server sample without its weights."""
+        if path == _RESUME:
+            return bool(self._asleep)
+        wakes = path == _WAKE and scope["query_string"] != _WEIGHTS
+        return wakes and bool(self._asleep) and self._unnamed
 
     async def _step(self, path: str, scope: Message, receive: Receive, send: Send) -> None:
         """Passes on a request of a publish; its lease starts anew with the response."""
@@ -104,16 +127,24 @@ class Lease:
         if self._task is not None:
             await self._task  # otherwise the server would resume after this pause
         self._open, self._expired = True, False
-        if path == _PAUSE:
+        if path in _BEGIN:
             self._publish = _header(scope, PUBLISH)
         before = self._unnamed
-        if path == _UPDATE:
+        if path in (_UPDATE, _SLEEP):
             self._loaded, self._unnamed = False, True
+        if path == _SLEEP:
+            self._asleep, self._paused = {_WEIGHTS, _CACHE}, True
         self._busy += 1
         own = dict(scope)  # the application changes it
         status, text = 0, ""
         try:
-            status, text = await self._pass(scope, receive, send)
+            if path == _SLEEP:
+                status = await self._hold(scope, receive, send)
+            elif path == _WAKE and not self._asleep:
+                status = 200
+                await respond(send, status, {"status": "awake"})
+            else:
+                status, text = await self._pass(scope, receive, send)
         except Exception as error:
             text = str(error)
             raise
@@ -127,6 +158,8 @@ class Lease:
                 self._unnamed = before if refused else True
             if path == _FINISH and status == 200 and self._loaded:
                 self._loaded = self._unnamed = False
+            if path == _WAKE and status == 200:
+                self._asleep -= {own["query_string"]}
             if path in (_PAUSE, _RESUME) and status == 200:
                 self._paused = path == _PAUSE
             if path == _RESUME and status == 200:
@@ -134,6 +167,8 @@ class Lease:
                 if not self._unnamed:
                     self._fault = ""
             if self._open and not self._busy:
+                if self._timer is not None:  # the learner's connection has closed late
+                    self._timer.cancel()
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self._seconds, self._expire, own)
 
@@ -142,6 +177,7 @@ class Lease:
         silence = f"the learner was silent for {self._seconds:g} s in the middle of a publish"
         if self._unnamed:
             state = "is paused and has" if self._paused else "samples from"
+            state = "sleeps and has" if self._asleep else state
             self._fault = (
                 f"{silence}: the server {state} the weights of no version; the next complete "
                 "publish repairs it"
@@ -153,20 +189,43 @@ class Lease:
             self._task = asyncio.ensure_future(self._resume(scope))
 
     async def _resume(self, scope: Message) -> None:
-        changes: dict[str, Any] = {"method": "POST", "path": _RESUME, "headers": []}
-        changes |= {"raw_path": _RESUME.encode(), "query_string": b""}
+        try:
+            if self._asleep:  # its cache, after all weights have come
+                status, _ = await self._ask(scope, _WAKE, _CACHE)
+            else:
+                status, _ = await self._ask(scope, _RESUME)
+            if status == 200:
+                self._asleep = set()
+            else:
+                self._fault = "the server is paused and does not resume; restart it"
+        except Exception as error:
+            self._fault = f"the server is paused and does not resume ({error!r}); restart it"
+
+    async def _hold(self, scope: Message, receive: Receive, send: Send) -> int:
+        """Sends the server to sleep; returns its status, after the learner has closed the
+        connection if that is 200."""
+        status, text = await self._ask(scope, _SLEEP, scope["query_string"])
+        if status != 200:
+            await respond(send, status, {"error": text})
+            return status
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"asleep", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return status
+
+    async def _ask(self, scope: Message, path: str, query: bytes = b"") -> tuple[int, str]:
+        """Makes a request in the place of another; returns as `_pass`."""
+        changes: dict[str, Any] = {"method": "POST", "path": path, "headers": []}
+        changes |= {"raw_path": path.encode(), "query_string": query}
 
         async def receive() -> Message:
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] != 200:
-                self._fault = "the server is paused and does not resume; restart it"
+            pass
 
-        try:
-            await self._app({**scope, **changes}, receive, send)
-        except Exception as error:
-            self._fault = f"the server is paused and does not resume ({error!r}); restart it"
+        return await self._pass({**scope, **changes}, receive, send)
 
     async def _pass(self, scope: Message, receive: Receive, send: Send) -> tuple[int, str]:
         """Passes a request on; returns its status and the beginning of its text."""
@@ -180,6 +239,11 @@ class Lease:
 
         await self._app(scope, receive, watch)
         return status, body.decode(errors="replace")
+
+
+def _by_hand(path: str, scope: Message) -> bool:
+    """Tells whether a person sends the server to sleep or wakes it, not a publish."""
+    return path in (_SLEEP, _WAKE) and _header(scope, PUBLISH) is None
 
 
 def _sender(scope: Message) -> str | None:

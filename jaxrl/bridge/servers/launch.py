@@ -25,7 +25,8 @@ from jaxrl.bridge.in_vllm.relay import DIRECTORY, Relay
 from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY, OwnedDirectory
 from jaxrl.bridge.servers import watchdog
 from jaxrl.bridge.servers.arguments import check_arguments
-from jaxrl.bridge.servers.control import ControlError, VllmServer
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.routes import ControlError
 
 Device = Literal["cpu", "cuda"]
 
@@ -69,6 +70,7 @@ class ServerOptions:
     port: int = 0  # 0 takes a free port
     max_lora_rank: int = 0  # of adapters published without the base weights; 0 for none
     record_experts: bool = False  # responses name the experts of each token
+    sleep: bool = False  # a learner on the same GPU will make it sleep
     agent: Path | None = None  # directory of this host's agent, which fetches from a store
     api_key: str | None = dataclasses.field(default=None, repr=False)  # None makes one, on loopback
     arguments: tuple[str, ...] = ()  # further arguments of vLLM's api_server
@@ -245,6 +247,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     if options.device == "cpu":
         # A request with a seed crashes vLLM 0.32 on a CPU if its prefill is chunked.
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if options.sleep and options.device == "cuda":  # vLLM's CPU build refuses it
+        command += ["--enable-sleep-mode"]
     if rank := options.max_lora_rank:
         allowed = next((known for known in _RANKS if known >= rank), rank)
         command += ["--enable-lora", "--max-lora-rank", str(allowed)]
