@@ -166,8 +166,9 @@ def test_refused_before_anything_is_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "shards", "reason"),
     [
-        ({"model_type": "qwen3_moe"}, 1, "model_type 'qwen3_moe' has no rules"),
-        ({"model_type": "gemma3_text"}, 1, "those that have are qwen2, qwen3, llama"),
+        ({"model_type": "qwen3_moe"}, 1, "model_type 'qwen3_moe': it has no model in JAX"),
+        ({"model_type": "gemma3_text"}, 1, "served are qwen2, qwen3, llama"),
+        ({"model_type": "deepseek_v3"}, 1, "8 bits of a quantised checkpoint"),
         ({"windows": (None, 8)}, 1, "sliding windows"),
         ({"model_type": "qwen2", "tied": False}, 1, "0.32.0 cannot build Qwen2 with a head"),
         ({"head_dim": 80}, 1, "heads have 80 dimensions, which the engine pads"),

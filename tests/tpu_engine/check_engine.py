@@ -3,6 +3,7 @@
 The references are transformers' float64 log-probs of a checkpoint of the published weights.
 """
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import transformers
 from jax._src.array import ArrayImpl
 
 from jaxrl import train
 from jaxrl.bridge import PoisonedError, RefusedError
+from jaxrl.bridge.tpu_engine import rules
 from jaxrl.huggingface import Checkpoint
+from jaxrl.models.families import FAMILIES
 from jaxrl.sampling import (
     ClosedError,
     Completion,
@@ -221,6 +225,18 @@ def test_the_engine_frees_its_cache_for_a_publish(served: Served, monkeypatch) -
     with pytest.raises(Exception):  # noqa: B017, PT011
         served.publish(served.params(0))
     assert held == [0]
+
+
+def test_other_families_are_refused_for_the_reason_that_holds() -> None:
+    from tpu_inference.models.common import model_loader
+
+    in_jax = set()
+    for name, family in FAMILIES.items():
+        with contextlib.suppress(model_loader.UnsupportedArchitectureError):
+            config = transformers.PretrainedConfig(architectures=[family.architecture])
+            model_loader._get_model_architecture(config)
+            in_jax.add(name)
+    assert in_jax == {*rules.FAMILIES, *rules.NOT_SERVED}
 
 
 def test_a_two_step_run(tmp_path: Path) -> None:

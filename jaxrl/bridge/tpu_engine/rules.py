@@ -11,6 +11,11 @@ from jaxrl.models.families import DecoderConfig
 from jaxrl.models.rope import Llama3Scaling
 
 FAMILIES = ("qwen2", "qwen3", "llama")
+# Families that vllm-tpu 0.32.0 has in JAX, and the reason why they have no rules here.
+NOT_SERVED = {
+    "deepseek_v3": "its kv_b_proj is kept in the 8 bits of a quantised checkpoint",
+    "gpt_oss": "it computes in bf16 whatever dtype is asked for, and its arrays have no rules here",
+}
 
 # Llama's leaves have names of their own.
 _LLAMA = {"embed_tokens.weight": "embed.embedding", "norm.weight": "norm.scale"}
@@ -39,9 +44,14 @@ def engine_refusal(config: DecoderConfig, *, shards: int) -> str | None:
     """Returns the reason why the rules do not cover a model on `shards` devices; None if they
     do."""
     if config.model_type not in FAMILIES:
+        reason = NOT_SERVED.get(
+            config.model_type,
+            "it has no model in JAX, and the engine's models in torch do not "
+            "take a learner's weights",
+        )
         return (
-            f"model_type {config.model_type!r} has no rules for the engine's arrays; those that "
-            f"have are {', '.join(FAMILIES)}"
+            f"vllm-tpu 0.32.0 and model_type {config.model_type!r}: {reason}; served are "
+            f"{', '.join(FAMILIES)}"
         )
     if config.model_type == "qwen2" and not config.tied:
         return (
