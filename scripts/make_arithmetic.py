@@ -53,18 +53,20 @@ TEMPLATE = (
 
 
 def main() -> None:
-    directory, seed = parse_arguments(__doc__)
-    write_model(directory / "untrained", MODEL, seed=seed)
-    write_texts(directory, SIZES, rng=random.Random(seed))
+    parser = make_parser(__doc__)
+    parser.add_argument("--head_dim", type=int, default=MODEL["head_dim"])
+    arguments = parser.parse_args()
+    model = MODEL | {"head_dim": arguments.head_dim}
+    write_model(arguments.directory / "untrained", model, seed=arguments.seed)
+    write_texts(arguments.directory, SIZES, rng=random.Random(arguments.seed))
 
 
-def parse_arguments(doc: str | None) -> tuple[Path, int]:
-    """Reads the directory and the seed from the command line."""
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Builds the parser of a directory and a seed."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    return arguments.directory, arguments.seed
+    return parser
 
 
 def write_model(directory: Path, model: dict, *, seed: int) -> None:

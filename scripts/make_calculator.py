@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from make_arithmetic import MODEL, PRINTABLE, parse_arguments, write_rows, write_untrained
+from make_arithmetic import MODEL, PRINTABLE, make_parser, write_rows, write_untrained
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl.environments import load_tools
@@ -45,7 +45,8 @@ TOOLS = [tool.schema for tool in load_tools(["calculator"]).values()]
 
 
 def main() -> None:
-    directory, seed = parse_arguments(__doc__)
+    arguments = make_parser(__doc__).parse_args()
+    directory, seed = arguments.directory, arguments.seed
     write_model(directory / "untrained", MODEL, seed=seed)
     write_texts(directory, SIZES, rng=random.Random(seed))
 

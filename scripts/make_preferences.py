@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from make_arithmetic import parse_arguments, worked, write_rows
+from make_arithmetic import make_parser, worked, write_rows
 
 SIZES = {"pairs": 8_000, "pairs_held_out": 400}
 # Chances to drop a carry and to add a false one, at each digit of a wrong completion.
@@ -19,7 +19,8 @@ FORGETS, IMAGINES = (0.65, 0.0), (0.0, 0.4)
 
 
 def main() -> None:
-    directory, seed = parse_arguments(__doc__)
+    arguments = make_parser(__doc__).parse_args()
+    directory, seed = arguments.directory, arguments.seed
     write_pairs(directory, SIZES, rng=random.Random(seed))
 
 

@@ -1,6 +1,5 @@
 """Every key of `jaxrl doctor`."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -99,10 +98,3 @@ class DoctorConfig(Section):
         """Maximum length of a prompt with its completion, in tokens."""
         longest_prompt = 1 if self.data.path is None else self.data.max_prompt_tokens
         return longest_prompt + self.sampling.max_tokens
-
-    def _contradictions(self) -> Iterator[str]:
-        if self.sampler.name == "vllm_tpu":
-            yield (
-                "sampler.name = 'vllm_tpu': a process has one engine in one dtype, and several "
-                "dtypes are compared here; use 'embedded' or 'vllm'"
-            )

@@ -53,9 +53,7 @@ def check_certificate(config: Config, serving: Serving, *, models: ModelFiles) -
 def _advice(config: Config) -> str:
     if config.sampling.temperature != 1:
         return "only a temperature of 1 can be certified: delete the file to train without"
-    if config.sampler.name == "vllm_tpu":
-        return "jaxrl doctor cannot certify vLLM's TPU engine: delete the file to train without"
-    sampler = "" if config.sampler.name == "embedded" else " --sampler vllm"
+    sampler = "" if config.sampler.name == "embedded" else f" --sampler {config.sampler.name}"
     if config.sampler.url:
         sampler = f" --server {config.sampler.url[0]}"
     return (

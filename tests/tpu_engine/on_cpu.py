@@ -1,9 +1,11 @@
 """vLLM's TPU engine on jax's CPU backend: what tpu-inference 0.32 needs there.
 
-A plugin of pytest (`-p tests.tpu_engine.on_cpu`), so that it comes before everything else.
+A plugin of pytest (`-p tests.tpu_engine.on_cpu`), so that it comes before everything else. As a
+program it runs a command of jaxrl: `.venv-vllm-tpu/bin/python -m tests.tpu_engine.on_cpu train ...`
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,8 @@ def install() -> None:
 
 
 install()
+
+if __name__ == "__main__":
+    from jaxrl.cli import main
+
+    sys.exit(main())

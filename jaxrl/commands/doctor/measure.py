@@ -13,7 +13,7 @@ import optax
 
 from jaxrl.bridge import VllmServer, known_key
 from jaxrl.builders.certificate import certified_facts
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import make_layout, prepare_devices
 from jaxrl.builders.model import load_model
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
@@ -50,6 +50,8 @@ from jaxrl.models import Model, Params, sequence_alignment
 from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 
+_ENGINES = {"embedded": "embedded", "vllm": "vLLM", "vllm_tpu": "vLLM's TPU engine"}
+
 
 class Inputs(NamedTuple):
     """The model, the prompts and the settings of a measurement."""
@@ -80,6 +82,7 @@ def examine(
     `facts`: the measurements carry what the samplers say of themselves, for a certificate.
 
     Raises:
+      ConfigError: for `sampler.name = "vllm_tpu"` with precisions that need several engines.
       ValueError: for an unusable model or data.
       ServerFailedError, RefusedError: see `open_sampler`.
     """
@@ -92,12 +95,17 @@ def examine(
         settings = (precision.products, precision.sums, precision.latent)
         key = (precision.wire, precision.sampler, precision.logits, *settings)
         groups.setdefault(key, []).append(name)
+    if config.sampler.name == "vllm_tpu" and len(groups) > 1:
+        raise ConfigError(
+            f"precisions = {','.join(config.precisions)}: their samplers differ, and vLLM's TPU "
+            "engine keeps its memory as long as this program runs; name one, as in --precisions "
+            "bf16_master"
+        )
     measurements = {}
     for names in groups.values():
         first = served[names[0]]
-        engine = "vLLM" if config.sampler.name == "vllm" else "embedded"
-        sampler = f"{engine} {short_name(first.sampler)}"
-        if engine == "vLLM" and first.logits != first.sampler:
+        sampler = f"{_ENGINES[config.sampler.name]} {short_name(first.sampler)}"
+        if config.sampler.name == "vllm" and first.logits != first.sampler:
             sampler += f", head {short_name(first.logits)}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
         samples = sample(inputs, first, note=note, facts=facts)
@@ -141,7 +149,8 @@ def both_policies(config: DoctorConfig) -> tuple[dict[str, Precision], dict[str,
 
 def load_inputs(config: DoctorConfig) -> Inputs:
     """Loads the model and the prompts of a config."""
-    layout = make_layout(config.mesh)
+    prepare_devices(config.mesh, config.sampler)
+    layout = make_layout(config.mesh, reserved=config.sampler.devices)
     checkpoint = Checkpoint(config.model.path)
     sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
