@@ -26,6 +26,7 @@ VLLM = [
     "vllm.model_executor.layers.vocab_parallel_embedding",
     "vllm.model_executor.model_loader.reload",
     "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.platforms",
 ]
 
 

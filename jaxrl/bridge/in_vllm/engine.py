@@ -123,8 +123,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"start it with --logprobs-mode {_LOGPROBS}, or with jaxrl serve and without "
                 "--logprobs-mode in sampler.vllm_args"
             )
-        unable = not (self.model_config.enable_sleep_mode or current_platform.is_cpu())
-        if init_info.sleeps and unable:
+        if init_info.sleeps and not (
+            self.model_config.enable_sleep_mode or current_platform.is_cpu()
+        ):
             raise ValueError(
                 "the server would keep its memory while it sleeps (sampler.sleep); start it with "
                 "--enable-sleep-mode"

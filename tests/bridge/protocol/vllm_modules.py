@@ -53,6 +53,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.model_loader.reload.layerwise": {
         "get_layerwise_info": lambda _: SimpleNamespace(loaded_weights=[], load_numel=0)
     },
+    "vllm.platforms": {"current_platform": None},
 }
 
 
