@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.builders import environment
-from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import Learning, anchor_note, open_learning
+from jaxrl.builders.layout import make_layout, own_layout
+from jaxrl.builders.learner import Learning, anchor_note, needs_reference, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.reward_model import RewardModel, load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
@@ -77,15 +78,17 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
     start = hosts.on_leader(lambda: find_fork(fork, config))
-    recipe, apart, models = make_recipe(config), config.sampler.devices, find_models(config)
-    layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
+    recipe, models = make_recipe(config), find_models(config)
+    layout = make_layout(config.mesh, precision=config.precision, apart=config.devices_apart)
+    scorers = own_layout(config, "reward_mesh", shared=layout)
     task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
     )
     episode_runner, params, tried = _try(config, task, models)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
-    teaches, task, reward_model = _open_rewards(config, task, models, layout=layout, hosts=hosts)
+    served = config.reference.server is not None and needs_reference(config, recipe)
+    teaches, task, reward_model = _open_rewards(config, task, models, layout=scorers, hosts=hosts)
     hosts.on_leader(lambda: _claim(config, inputs))
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
@@ -106,10 +109,15 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             hosts=hosts,
         ) as serving,
         closing(checkpoints),
-        open_teacher(config, models, layout=layout, hosts=hosts)
+        open_teacher(config, models, layout=scorers, hosts=hosts)
         if teaches
         else nullcontext() as teacher,
+        connect_reference(config, models.policy, shape=learning.shape, hosts=hosts)
+        if served
+        else nullcontext() as reference,
     ):
+        if reference is not None:
+            learning = learning._replace(reference_apart=reference)
         certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
         source = RolloutSource(
             config=config,
