@@ -7,7 +7,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxrl.bridge import ControlError
 from jaxrl.builders.apart import Apart
 from jaxrl.builders.model import make_decoder
 from jaxrl.builders.served_model import ask_scorer, connect_scorer
@@ -49,12 +51,17 @@ def connect_reference(
 
     Raises:
       ValueError: for a server that cannot be used; the message names the key.
+      ControlError: in a call, if the server leaves out a token.
     """
     key, url = "reference.server", config.reference.server
     assert url is not None
 
     def score(rollouts: Sequence[Rollout], _: Minibatch) -> jax.Array:
         found = hosts.on_leader(lambda: ask_scorer(client, rollouts))
+        if missing := sum(int(np.isnan(one).sum()) for one in found):
+            raise ControlError(
+                f"{key} = {url!r} reported no log-prob for {missing} tokens; see its log"
+            )
         return pack_minibatch(rollouts, found, shape=shape).batch.advantages
 
     with closing(connect_scorer(config, policy, key=key, url=url)) as client:

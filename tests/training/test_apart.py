@@ -49,7 +49,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def test_critic_and_reference_on_meshes_of_their_own(material, tmp_path):
-    """The same numbers as on one device. Copies are counted."""
+    """The same numbers as on one device, and a run goes over to them. Copies are counted."""
     keys = KEYS | PPO | {"reward.model": material / "teacher"}
     small_runs.run(material, tmp_path / "one", **keys)
     small_runs.run(material, tmp_path / "apart", **keys | APART)
@@ -62,6 +62,8 @@ def test_critic_and_reference_on_meshes_of_their_own(material, tmp_path):
         assert row["reference/bytes_sent"] == tokens * (sent + with_targets + 2 * 4)
         # For two values back, and for the step.
         assert row["critic/bytes_sent"] == tokens * (sent + 2 * 4 + with_targets)
+    resumed = small_runs.run(material, tmp_path / "one", **keys | APART | {"train.steps": 3})
+    assert resumed.step == 3
 
 
 class _Reference(JsonHandler):
