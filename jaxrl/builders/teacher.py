@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 import jax
 import numpy as np
 
+from jaxrl.builders.layout import own_layout
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.reward_model import load_scorer
 from jaxrl.builders.rows import minibatch_shape
@@ -60,6 +61,7 @@ def open_teacher(
 
 def _load_teacher(config: Config, models: ModelFiles, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
+    layout = own_layout(config, "reward_mesh", shared=layout)
     model, params = load_scorer(config, models, layout=layout, output="tokens")
     model = model._replace(temperature=config.sampling.temperature)
     shardings = layout.constraints(model.specs)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.builders import environment
-from jaxrl.builders.layout import make_layout, own_layout
-from jaxrl.builders.learner import Learning, anchor_note, needs_reference, open_learning
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import Learning, anchor_note, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
@@ -80,15 +80,13 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     start = hosts.on_leader(lambda: find_fork(fork, config))
     recipe, models = make_recipe(config), find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, apart=config.devices_apart)
-    scorers = own_layout(config, "reward_mesh", shared=layout)
     task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
     )
     episode_runner, params, tried = _try(config, task, models)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
-    served = config.reference.server is not None and needs_reference(config, recipe)
-    teaches, task, reward_model = _open_rewards(config, task, models, layout=scorers, hosts=hosts)
+    teaches, task, reward_model = _open_rewards(config, task, models, layout=layout, hosts=hosts)
     hosts.on_leader(lambda: _claim(config, inputs))
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
@@ -109,15 +107,11 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             hosts=hosts,
         ) as serving,
         closing(checkpoints),
-        open_teacher(config, models, layout=scorers, hosts=hosts)
+        open_teacher(config, models, layout=layout, hosts=hosts)
         if teaches
         else nullcontext() as teacher,
-        connect_reference(config, models.policy, shape=learning.shape, hosts=hosts)
-        if served
-        else nullcontext() as reference,
+        _open_reference(config, models, learning=learning, hosts=hosts) as learning,
     ):
-        if reference is not None:
-            learning = learning._replace(reference_apart=reference)
         certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
         source = RolloutSource(
             config=config,
@@ -148,6 +142,18 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         for line in filter(None, (*lines, attention, learning.rows_note, certified)):
             tracker.note(line)
         yield run, state, progress
+
+
+@contextmanager
+def _open_reference(
+    config: Config, models: ModelFiles, *, learning: Learning, hosts: Hosts
+) -> Iterator[Learning]:
+    """Yields the learner with the reference of `reference.server`, if the run has one."""
+    if config.reference.server is None:
+        yield learning
+        return
+    with connect_reference(config, models.policy, shape=learning.shape, hosts=hosts) as score:
+        yield learning._replace(reference_apart=score)
 
 
 def _open_rewards(

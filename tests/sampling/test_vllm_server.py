@@ -15,12 +15,11 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
-from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.sampler import Serving
 from jaxrl.builders.teacher import open_teacher
 from jaxrl.core.batch import Minibatch, given_rollout
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import MinibatchShape, pack, pack_minibatch
+from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
@@ -179,19 +178,6 @@ def test_served_teacher_equals_local_teacher(material):
         with open_teacher(made, find_models(made), layout=layout, hosts=Hosts()) as teacher:
             found.append(np.concatenate(teacher(rollouts)))
     np.testing.assert_allclose(*found, atol=5e-5)
-
-
-@pytest.mark.usefixtures("serving")  # which publishes the checkpoint's weights
-def test_served_reference_equals_the_initial_model(material):
-    made = config(material.directory, reference__server=material.url, loss__kl="0.1")
-    checkpoint, rng = Checkpoint(material.directory / "model"), np.random.default_rng(2)
-    rollouts = [given_rollout(rng.integers(2, 64, n), rng.integers(2, 64, 12)) for n in (1, 9, 16)]
-    shape = MinibatchShape(row_length=28, rows_per_microbatch=1)
-    minibatch = pack_minibatch(rollouts, [0.0] * 3, shape=shape)
-    with connect_reference(made, checkpoint, shape=shape, hosts=Hosts()) as served:
-        found = served(rollouts, minibatch)
-    expected = jax.jit(make_score(MODEL, precision=FP32))(tiny.params(config=SERVED), minibatch)
-    np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
 class Speaks:
