@@ -69,8 +69,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
       (the parts, the learner's state, the progress).
 
     Raises:
-      ResumeError: if the directory holds a run with another config or other inputs, or for a fork
-        that cannot be read.
+      ResumeError: for a run there with another config or inputs, or a fork that cannot be read.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
