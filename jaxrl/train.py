@@ -193,6 +193,8 @@ def learn(
             pretraining=pretraining,
             max_kl=run.config.train.max_kl,
         )
+    for name, apart in run.learning.apart.items():
+        numbers[f"{name}/bytes_sent"] = apart.taken()
     return state, numbers | learned | seconds
 
 

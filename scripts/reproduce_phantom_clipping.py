@@ -4,6 +4,7 @@
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
     python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
+    python scripts/reproduce_phantom_clipping.py runs/phantom --doses        some minutes; seed 0
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import explanations, grid, phantom, pictures
+from reproduce import doses, explanations, grid, phantom, pictures
 from reproduce.phantom import SAMPLERS
 
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/phantom"))
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
     parser.add_argument("--explanations", action="store_true", help="the write-up's other ones")
+    parser.add_argument("--doses", action="store_true", help="clips with more phantom clips")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -35,6 +37,9 @@ def main() -> None:
     if arguments.explanations:
         seed = arguments.seeds[0]
         print(explanations.table(explanations.compared(directory, seed=seed)))
+        return
+    if arguments.doses:
+        print(doses.table(doses.compared(directory, seed=arguments.seeds[0])))
         return
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)

@@ -76,6 +76,7 @@ LONGEST = (
 WHOLE = {
     "test_agents.py",
     "test_alarm_actions.py",
+    "test_apart.py",
     "test_certified_run.py",
     "test_checkpoints.py",
     "test_cli.py",

@@ -1,17 +1,21 @@
 """Builds the critic of a run: a separate network, or a value head on the policy's."""
 
+import dataclasses
+
 import jax
 import optax
 
 from jaxrl import models
+from jaxrl.builders.apart import Apart
 from jaxrl.builders.model import load_model
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.config.training import Config
-from jaxrl.core import jit
+from jaxrl.core import Metrics, Minibatch, jit
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import (
     VALUE_HEAD,
     ActorCritic,
+    CriticLearner,
     Learner,
     LearnerState,
     Optimizers,
@@ -46,9 +50,8 @@ def open_critic(
     if config.critic.trunk == "shared":
         pure, params, specs = _shared_trunk(config, recipe, model=model, layout=layout)
     else:
-        pure, params, specs = _own_network(
-            config, recipe, checkpoint=checkpoint, learner=learner, layout=layout
-        )
+        critic, params, specs = _own_network(config, recipe, checkpoint=checkpoint, layout=layout)
+        pure = side_by_side(learner, critic)
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
     step, pretrain = (
         jit(
@@ -63,9 +66,37 @@ def open_critic(
     return compiled, jit(pure.init, out_shardings=own)(params)
 
 
+def place_critic(
+    config: Config, recipe: Recipe, *, checkpoint: Checkpoint, learner: Learner, apart: Apart
+) -> tuple[ActorCritic, LearnerState]:
+    """Compiles a separate critic for devices of its own; returns it with its initial state, and
+    with the policy's `learner`, which is compiled already. Both train at the same time."""
+    layout = apart.layout
+    pure, params, specs = _own_network(config, recipe, checkpoint=checkpoint, layout=layout)
+    own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
+    sums = config.precision.sums
+    values, step = (
+        jit(pure.values, sums=sums),
+        jit(pure.step, sums=sums, donate_argnums=0, out_shardings=(own, None)),
+    )
+
+    def sent(minibatch: Minibatch) -> Minibatch:
+        batch = dataclasses.replace(minibatch.batch, experts=None)  # of the policy
+        return apart.send(dataclasses.replace(minibatch, batch=batch))
+
+    def values_apart(params: Params, minibatch: Minibatch) -> jax.Array:
+        return apart.bring(values(params, sent(minibatch)))
+
+    def step_apart(state: LearnerState, minibatch: Minibatch) -> tuple[LearnerState, Metrics]:
+        return step(state, sent(minibatch))
+
+    critic = CriticLearner(pure.init, values_apart, step_apart)
+    return side_by_side(learner, critic), jit(pure.init, out_shardings=own)(params)
+
+
 def _own_network(
-    config: Config, recipe: Recipe, *, checkpoint: Checkpoint, learner: Learner, layout: Layout
-) -> tuple[ActorCritic, Params, Specs]:
+    config: Config, recipe: Recipe, *, checkpoint: Checkpoint, layout: Layout
+) -> tuple[CriticLearner, Params, Specs]:
     assert recipe.critic is not None
     scorer, params = load_model(
         checkpoint,
@@ -82,7 +113,7 @@ def _own_network(
         precision=config.precision,
         param_shardings=layout.constraints(scorer.specs),
     )
-    return side_by_side(learner, critic), params, scorer.specs
+    return critic, params, scorer.specs
 
 
 def _shared_trunk(

@@ -1,4 +1,4 @@
-"""Builds device layouts from the `[mesh]` table of a config."""
+"""Builds device layouts from the tables of a config that describe meshes."""
 
 import math
 import os
@@ -10,15 +10,18 @@ import jax
 from jaxrl import models
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
+from jaxrl.config.training import Config
 from jaxrl.core import Precision, check_products
 from jaxrl.models import Model
 from jaxrl.sampling import prepare_tpu_engine
 from jaxrl.sharding import PRESETS, Layout, make_mesh, remesh
 
 
-def prepare_devices(mesh: MeshConfig, sampler: SamplerConfig) -> None:
-    """Splits the CPU into the devices of [mesh] plus the sampler's, unless the environment sets
-    their number. Call it before jax looks for devices.
+def prepare_devices(
+    mesh: MeshConfig, sampler: SamplerConfig, *, apart: Mapping[str, int] | None = None
+) -> None:
+    """Splits the CPU into the devices of [mesh] and those `apart`, by default the sampler's, unless
+    the environment sets their number. Call it before jax looks for devices.
 
     Raises:
       SamplerError: as `prepare_tpu_engine`, for `sampler.name = "vllm_tpu"`.
@@ -26,9 +29,9 @@ def prepare_devices(mesh: MeshConfig, sampler: SamplerConfig) -> None:
     if sampler.name == "vllm_tpu":
         prepare_tpu_engine()
     named = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if sampler.devices and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
-        count = math.prod(mesh.sizes.values()) + sampler.devices
-        jax.config.update("jax_num_cpu_devices", count)
+    more = sampler.devices if apart is None else sum(apart.values())
+    if more and not named and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", math.prod(mesh.sizes.values()) + more)
 
 
 def make_layout(
@@ -36,26 +39,30 @@ def make_layout(
     *,
     precision: Precision | None = None,
     devices: Sequence[Any] | None = None,
-    reserved: int = 0,
+    apart: Mapping[str, int] | None = None,
 ) -> Layout:
-    """Arranges devices in a mesh, with its sharding rules. The last `reserved` devices are left to
-    the sampler. By default `devices` are all that jax finds, or one if all sizes are 1.
+    """Arranges devices in a mesh, with its sharding rules. The last devices are left to others:
+    `apart` has their numbers, by key. By default `devices` are all that jax finds, or one if all
+    sizes are 1.
 
     Raises:
       ValueError: if the sizes or rules do not fit the devices, the devices cannot compute products
-        as `precision` says, no device is left, or devices of several processes are reserved.
+        as `precision` says, no device is left, or devices of several processes are set apart.
     """
+    reserved = sum((apart or {}).values())
+    keys = " + ".join(f"{key} = {count}" for key, count in (apart or {}).items())
     alone = devices is None and math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
     found = jax.devices() if devices is None else devices
     if reserved and jax.process_count() > 1:
         raise ValueError(
-            f"sampler.devices = {reserved} needs a single process, and there are "
-            f"{jax.process_count()}; leave it out, or sample on servers (sampler.name = 'vllm')"
+            f"{keys}: devices set apart need a single process, and there are "
+            f"{jax.process_count()}; leave them out, or use servers (sampler.name = 'vllm', "
+            "reward.model, reference.server)"
         )
     if reserved >= len(found):
         raise ValueError(
-            f"sampler.devices = {reserved} leaves the learner none of {len(found)} devices; lower "
-            "it, or set JAX_NUM_CPU_DEVICES to split the CPU into more devices"
+            f"{keys} leaves the learner none of {len(found)} devices; lower it, or set "
+            "JAX_NUM_CPU_DEVICES to split the CPU into more devices"
         )
     devices = found[:1] if alone else found[: len(found) - reserved]
     if precision is not None:
@@ -66,6 +73,25 @@ def make_layout(
         given = [f"mesh.{axis} = {size}" for axis, size in mesh.sizes.items() if size > 1]
         raise ValueError(f"{', '.join(given) or '[mesh]'}: {error}") from error
     return Layout(made, mesh.layout_rules)
+
+
+def own_layout(
+    config: Config, table: str, *, shared: Layout, devices: Sequence[Any] | None = None
+) -> Layout:
+    """Returns the layout of a model beside the policy: the mesh that its table describes, or the
+    policy's, `shared`. `devices` are all of the run, by default all that jax finds.
+
+    Raises:
+      ValueError: if the mesh's sizes or rules do not fit.
+    """
+    meshes = config.own_meshes
+    if table not in meshes:
+        return shared
+    before = [meshes[name].devices for name in [*meshes][: [*meshes].index(table)]]
+    first = shared.mesh.size + sum(before)
+    found = jax.devices() if devices is None else devices
+    mesh = make_mesh(**meshes[table].sizes, devices=found[first : first + meshes[table].devices])
+    return Layout(mesh, meshes[table].layout_rules)
 
 
 def sampler_layout(config: SamplerConfig, layout: Layout, model: Model) -> Layout:

@@ -1,20 +1,24 @@
 """Builds and compiles the policy of a run, its reference and its critic."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from optax import Schedule
 
-from jaxrl.builders.critic import open_critic
+from jaxrl.builders.apart import Apart, open_apart
+from jaxrl.builders.critic import open_critic, place_critic
 from jaxrl.builders.model import ModelFiles, attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
+from jaxrl.builders.reference import ScoreApart, place_reference
 from jaxrl.builders.rows import choose_rows, minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core import (
     Alignment,
     Minibatch,
     MinibatchShape,
+    Rollout,
     abstract_minibatch,
     cast,
     disagreement,
@@ -45,8 +49,13 @@ class Learning(NamedTuple):
     # gradient; None if it computes alike.
     drift: Callable[[Any, Minibatch], Any] | None
     critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
-    # The initial trainable parameters, in precision.compute; None unless a loss or reward needs it.
+    # The initial trainable parameters, in precision.compute; None unless a loss or reward needs
+    # them on these devices.
     reference: Params | None
+    # The reference on devices of its own or on a server.
+    reference_apart: ScoreApart | None = None
+    # The other devices of a run, by the model on them: "critic", "reference".
+    apart: Mapping[str, Apart] = {}
 
     def weights_of(self, score: str, params: Any) -> Any:
         """Returns the parameters of a score: the initial ones for "reference", else `params`."""
@@ -54,6 +63,15 @@ class Learning(NamedTuple):
             return params
         assert self.reference is not None, "the config needs one"
         return lora.with_trainable(params, self.reference)
+
+    def scores(
+        self, score: str, params: Any, *, rollouts: Sequence[Rollout], minibatch: Minibatch
+    ) -> jax.Array:
+        """Computes the log-probs f32[N, T] of the minibatch of these rollouts, of the reference or
+        of the policy with `params`."""
+        if score == Need.REFERENCE and self.reference_apart is not None:
+            return self.reference_apart(rollouts, minibatch)
+        return self.learner.score(self.weights_of(score, params), minibatch)
 
     def check_attention(self, config: Config) -> str:
         """Returns the `attention_note` of a config on these devices."""
@@ -72,25 +90,34 @@ def open_learning(
     attention_note(config, model, layout=layout)  # before compiling
     pure, learning_rate = build_learner(config, model, objective=recipe.objective, layout=layout)
     shardings = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
-    reference = None
-    if needs_reference(config, recipe):
+    reference = reference_apart = None
+    apart = _open_apart(config, recipe, layout=layout)
+    if "reference" in apart:
+        reference_apart = place_reference(
+            config, model, params=params, specs=specs, apart=apart["reference"]
+        )
+    elif holds_reference(config, recipe):
         trained = lora.trainable(params)
         reference = jit(cast, static_argnums=1)(trained, config.precision.compute)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
     compiled = functools.partial(jit, sums=config.precision.sums)
     state, critic = State(init(params)), None
-    if recipe.critic is not None:
-        critic, critics_state = open_critic(
-            config,
-            recipe,
-            checkpoint=models.critic,
-            learner=pure,
-            model=model,
-            shardings=shardings,
-            layout=layout,
-        )
-        state = state._replace(critic=critics_state)
     score = greedy_score = compiled(pure.score)
+    learner = pure._replace(
+        score=score,
+        shadow_scores=compiled(pure.shadow_scores),
+        energies=compiled(pure.energies),
+        step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
+    )
+    if recipe.critic is not None:
+        given: dict[str, Any] = {"checkpoint": models.critic}
+        if "critic" in apart:
+            given |= {"learner": learner, "apart": apart["critic"]}
+            critic, critics_state = place_critic(config, recipe, **given)
+        else:
+            given |= {"learner": pure, "model": model, "shardings": shardings, "layout": layout}
+            critic, critics_state = open_critic(config, recipe, **given)
+        state = state._replace(critic=critics_state)
     if model.temperature != config.sampling.temperature:
         greedy_score = compiled(
             make_score(model, precision=config.precision, param_shardings=layout.constraints(specs))
@@ -102,19 +129,34 @@ def open_learning(
         rows_note=rows_note,
         model=model,
         specs=specs,
-        learner=pure._replace(
-            score=score,
-            shadow_scores=compiled(pure.shadow_scores),
-            energies=compiled(pure.energies),
-            step=compiled(pure.step, donate_argnums=0, out_shardings=(shardings, None)),
-        ),
+        learner=learner,
         greedy_score=greedy_score,
         learning_rate=learning_rate,
         drift=_drift(config, model, shardings=layout.constraints(specs)),
         critic=critic,
         reference=reference,
+        reference_apart=reference_apart,
+        apart=apart,
     )
     return learning, state
+
+
+def _open_apart(config: Config, recipe: Recipe, *, layout: Layout) -> dict[str, Apart]:
+    """Opens the devices of critic and reference that have a mesh of their own."""
+    wanted = {"critic": recipe.critic is not None, "reference": needs_reference(config, recipe)}
+    if not wanted["reference"] and (url := config.reference.server) is not None:
+        raise ValueError(
+            f"reference.server = {url!r}, but loss and reward use no reference; set loss.kl or "
+            "reward.kl, or leave it out"
+        )
+    found = {}
+    for name, used in wanted.items():
+        one = open_apart(config, f"{name}_mesh", policy=layout)
+        if one is not None and not used:
+            raise ValueError(f"{name}_mesh, but loss and reward use no {name}; leave it out")
+        if one is not None:
+            found[name] = one
+    return found
 
 
 def _drift(
@@ -129,6 +171,11 @@ def _drift(
 def needs_reference(config: Config, recipe: Recipe) -> bool:
     """Tells if the loss or the reward compares with the initial model."""
     return Need.REFERENCE in recipe.objective.needs or config.reward.kl > 0
+
+
+def holds_reference(config: Config, recipe: Recipe) -> bool:
+    """Tells if the run reads the weights of the reference, because no server has them."""
+    return needs_reference(config, recipe) and config.reference.server is None
 
 
 def step_shape(config: Config, align: Alignment, *, layout: Layout) -> MinibatchShape:

@@ -32,7 +32,7 @@ def open_policy(
     `note` shows a line to the user. Raises as `make_layout`, `load_model` and `open_sampler`.
     """
     prepare_devices(mesh, sampler)
-    layout = make_layout(mesh, precision=precision, reserved=sampler.devices)
+    layout = make_layout(mesh, precision=precision, apart={"sampler.devices": sampler.devices})
     model, params = load_model(checkpoint, layout=layout, dtype=precision.params)
     with (
         TemporaryDirectory(prefix="jaxrl-") as directory,  # for the log of a server

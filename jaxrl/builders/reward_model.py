@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl.builders.layout import own_layout
 from jaxrl.builders.model import ModelFiles, Output, load_model
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
@@ -21,6 +22,7 @@ RewardModel = Callable[[Sequence[Rollout]], np.ndarray]
 def load_reward_model(config: Config, models: ModelFiles, *, layout: Layout) -> RewardModel:
     """Loads the reward model of a run. It runs on the learner's devices in `precision.compute`;
     rows and microbatches are the learner's. Raises as `load_scorer`."""
+    layout = own_layout(config, "reward_mesh", shared=layout)
     model, params = load_scorer(config, models, layout=layout, output="scores")
     shardings = layout.constraints(model.specs)
     scores = jit(make_scores(model, precision=config.precision, param_shardings=shardings))

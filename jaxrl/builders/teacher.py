@@ -12,11 +12,11 @@ from contextlib import closing, contextmanager
 import jax
 import numpy as np
 
-from jaxrl.bridge import headers, known_key
+from jaxrl.builders.layout import own_layout
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.reward_model import load_scorer
 from jaxrl.builders.rows import minibatch_shape
-from jaxrl.builders.served_model import check_server, open_server, serves_scores
+from jaxrl.builders.served_model import ask_scorer, connect_scorer, serves_scores
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, jit, pack_minibatch, unpack
 from jaxrl.huggingface import Checkpoint
@@ -54,13 +54,14 @@ def open_teacher(
         yield hosts.on_all(_load_teacher(config, models, layout=layout))
     elif hosts.leads:
         with closing(_connect(config, models.policy)) as client:
-            yield functools.partial(_ask, client)
+            yield functools.partial(ask_scorer, client)
     else:
         yield None
 
 
 def _load_teacher(config: Config, models: ModelFiles, *, layout: Layout) -> Teacher:
     """Loads a teacher in `precision.compute`; rows and microbatches are the learner's."""
+    layout = own_layout(config, "reward_mesh", shared=layout)
     model, params = load_scorer(config, models, layout=layout, output="tokens")
     model = model._replace(temperature=config.sampling.temperature)
     shardings = layout.constraints(model.specs)
@@ -87,26 +88,12 @@ def score_completions(
 
 
 def _connect(config: Config, policy: Checkpoint) -> VllmScorer:
-    c, key = config.sampler, known_key()
+    key, url = "reward.model", config.reward.model
+    assert url is not None
     if config.sampling.temperature != 1:
         raise ValueError(
-            f"reward.model = {config.reward.model!r} and sampling.temperature = "
-            f"{config.sampling.temperature:g}: vLLM scores given tokens only at a temperature of "
-            "1; set it to 1, or give the teacher's directory"
+            f"{key} = {url!r} and sampling.temperature = {config.sampling.temperature:g}: vLLM "
+            "scores given tokens only at a temperature of 1; set it to 1, or give the teacher's "
+            "directory"
         )
-    server = open_server(config, timeout=c.timeout)
-    # vLLM draws a token after those that it scores.
-    longest = check_server(server, config, policy, needed=config.longest_sequence + 1)
-    return VllmScorer(
-        [server.url],
-        max_positions=longest,
-        vocab_size=policy.config.vocab_size,
-        max_requests=c.max_requests,
-        timeout=c.timeout,
-        headers=headers(key),
-    )
-
-
-def _ask(client: VllmScorer, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    scores = client.score([np.concatenate([r.prompt, r.completion]) for r in rollouts])
-    return [one[len(r.prompt) :] for one, r in zip(scores, rollouts, strict=True)]
+    return connect_scorer(config, policy, key=key, url=url)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.builders.layout import prepare_devices  # these take seconds, so after --help
     from jaxrl.train import train
 
-    prepare_devices(config.mesh, config.sampler)
+    prepare_devices(config.mesh, config.sampler, apart=config.devices_apart)
     return outcome.run(
         config,
         functools.partial(train, fork=given.fork),

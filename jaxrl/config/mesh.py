@@ -1,9 +1,9 @@
-"""The `[mesh]` table of a config."""
+"""The tables of a config that describe meshes."""
 
 import math
 from collections.abc import Iterator
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from jaxrl.config.section import Section, Texts
 from jaxrl.sharding import AXES, PRESETS, Rules, change
@@ -61,3 +61,23 @@ class MeshConfig(Section):
         used = {axis for _, axes in (*rules.parameters, *rules.activations) for axis in axes}
         if unknown := sorted(used - set(AXES)):
             yield f"a rule names the mesh axis {unknown[0]!r}; expected {AXES}"
+
+
+class OwnMeshConfig(MeshConfig):
+    """A mesh of its own for one of the models beside the policy, as [mesh]. Its devices follow
+    those of [mesh] and of [critic_mesh], [reference_mesh] and [reward_mesh], in this order."""
+
+    data: NonNegativeInt = 0
+    """Replicas of the model on devices of its own; the batch is sharded over them. 0: the model is
+    on the devices of [mesh]."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices; 0 without a mesh."""
+        return math.prod(self.sizes.values())
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        given = [f"{axis} = {size}" for axis, size in self.sizes.items() if size > 1]
+        if given and not self.data:
+            yield f"{given[0]} has no effect while data = 0; set data = 1 or more, or leave it out"

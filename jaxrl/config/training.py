@@ -12,9 +12,10 @@ from jaxrl.config.data import DataConfig
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.judge import JudgeConfig
-from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.mesh import MeshConfig, OwnMeshConfig
 from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.probe import ProbeConfig
+from jaxrl.config.reference import ReferenceConfig
 from jaxrl.config.reward import RewardConfig
 from jaxrl.config.sampler import RolloutsConfig, SamplerConfig, SamplingConfig
 from jaxrl.config.tables import (
@@ -36,6 +37,7 @@ class Config(RunConfig):
     data: DataConfig
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = Field(default=RewardConfig(), validate_default=True)
+    reference: ReferenceConfig = ReferenceConfig()
     loss: LossConfig = LossConfig()
     sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -45,6 +47,9 @@ class Config(RunConfig):
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
+    critic_mesh: OwnMeshConfig = OwnMeshConfig()
+    reference_mesh: OwnMeshConfig = OwnMeshConfig()
+    reward_mesh: OwnMeshConfig = OwnMeshConfig()
     hosts: HostsConfig = HostsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
@@ -69,6 +74,19 @@ class Config(RunConfig):
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.row_length
         return per_shard * self.mesh.batch_shards
+
+    @property
+    def own_meshes(self) -> dict[str, OwnMeshConfig]:
+        """Meshes outside [mesh], by the names of their tables, in the order of their devices."""
+        names = ("critic_mesh", "reference_mesh", "reward_mesh")
+        tables: dict[str, OwnMeshConfig] = {name: getattr(self, name) for name in names}
+        return {name: table for name, table in tables.items() if table.devices}
+
+    @property
+    def devices_apart(self) -> dict[str, int]:
+        """Numbers of devices outside [mesh], by the keys or tables that ask for them."""
+        found = {name: table.devices for name, table in self.own_meshes.items()}
+        return found | ({"sampler.devices": self.sampler.devices} if self.sampler.devices else {})
 
     @property
     def minibatch_completions(self) -> int:
@@ -117,6 +135,34 @@ class Config(RunConfig):
         yield from _weight_sync(self)
         yield from _fixed_sums(self)
         yield from _alarms(self)
+        yield from _own_meshes(self)
+
+
+def _own_meshes(c: Config) -> Iterator[str]:
+    own, url = c.own_meshes, c.reference.server
+    if "critic_mesh" in own and c.critic.trunk == "shared":
+        yield (
+            "critic_mesh and critic.trunk = 'shared', whose trunk is the policy's; leave "
+            "critic_mesh out, or set critic.trunk = 'own'"
+        )
+    if "reference_mesh" in own and url is not None:
+        yield f"reference_mesh and reference.server = {url!r}: leave one of the two out"
+    if "reward_mesh" in own and (c.reward.model is None or c.reward.model_url):
+        yield (
+            f"reward_mesh is for a model in a directory, and reward.model = {c.reward.model!r}; "
+            "leave reward_mesh out"
+        )
+    if url is not None and c.sampling.temperature != 1:
+        yield (
+            f"reference.server = {url!r} and sampling.temperature = {c.sampling.temperature:g}: "
+            "vLLM scores given tokens only at a temperature of 1; leave one of the two out"
+        )
+    for name, mesh in own.items():
+        if c.microbatch_rows % mesh.batch_shards:
+            yield (
+                f"{name} divides the {c.microbatch_rows} rows of a microbatch into "
+                f"{mesh.batch_shards} shards; change its sizes, or train.microbatch_tokens"
+            )
 
 
 def _fixed_sums(c: Config) -> Iterator[str]:
@@ -132,10 +178,12 @@ def _fixed_sums(c: Config) -> Iterator[str]:
             f"{key} and lora.rank = {c.lora.rank}: the sampler computes with merged weights, the "
             "learner with the adapters beside them; leave one of them out"
         )
-    if any(size > 1 for name, size in c.mesh.sizes.items() if name != "data"):
-        yield (
-            f"{key}, but [mesh] divides the sums of one sequence over devices; use mesh.data alone"
-        )
+    for table, mesh in {"mesh": c.mesh, **c.own_meshes}.items():
+        if any(size > 1 for name, size in mesh.sizes.items() if name != "data"):
+            yield (
+                f"{key}, but [{table}] divides the sums of one sequence over devices; use "
+                f"{table}.data alone"
+            )
 
 
 def _sizes(c: Config) -> Iterator[str]:
@@ -195,12 +243,14 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 def _sampling(c: Config) -> Iterator[str]:
     shared = c.sampler.name != "vllm" and not c.sampler.devices
-    on_mesh = shared or (c.reward.model is not None and not c.reward.model_url)
+    local = c.reward.model is not None and not c.reward.model_url
+    on_mesh = shared or (local and "reward_mesh" not in c.own_meshes)
     if c.rollouts.max_staleness and math.prod(c.mesh.sizes.values()) > 1 and on_mesh:
         yield (
             f"rollouts.max_staleness = {c.rollouts.max_staleness} on a mesh of several devices: "
             "two threads that start programs on the same devices block each other. Sample on other "
-            "devices (sampler.devices) or a server (sampler.name = 'vllm'), without reward.model, "
+            "devices (sampler.devices) or a server (sampler.name = 'vllm'), with reward.model left "
+            "out, behind a server or in a reward_mesh, "
             "or set rollouts.max_staleness = 0"
         )
     started = c.sampler.name == "vllm" and not c.sampler.url

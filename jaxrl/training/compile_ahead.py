@@ -47,18 +47,25 @@ def _compile_update(config: Config, learning: Learning, state: State, *, step: i
     """Compiles the scores of a minibatch and its update."""
     score, policy, critic = learning.learner.score, state.policy, learning.critic
     described = _described(config, learning)
-    if critic is not None:
+    critic_apart = "critic" in learning.apart  # compiled at its first call, as all models apart
+    if critic is not None and not critic_apart:
         _compile(critic.values, state, described(critic=False))
     minibatch = described()
     if is_due(config.probe.every, step):
         _compile(score, policy.params, minibatch)
+    names = given_scores(learning.recipe, updates=config.train.updates_per_rollout)
+    theirs = {"reference"} & {*names} if learning.reference_apart is not None else set()
     scores: dict[str, Any] = {
         name: _compile(score, learning.weights_of(name, policy.params), minibatch)
-        for name in given_scores(learning.recipe, updates=config.train.updates_per_rollout)
+        for name in names
+        if name not in theirs
     }
-    minibatch = described(coefficients=learning.recipe.controllers)
+    minibatch = described(coefficients=learning.recipe.controllers, scores=theirs)
     minibatch = dataclasses.replace(minibatch, **scores)  # sharded as the compiler chose
-    if critic is None:
+    if critic_apart:
+        if step >= config.critic.pretrain_steps:
+            _compile(learning.learner.step, policy, minibatch)
+    elif critic is None:
         _compile(learning.learner.step, policy, minibatch)
     elif step < config.critic.pretrain_steps:
         _compile(critic.pretrain, state, minibatch)

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from pydantic import TypeAdapter
 
-from jaxrl.builders.learner import needs_reference
+from jaxrl.builders.learner import holds_reference
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.task import TaskData
 from jaxrl.config.data import HeldOutConfig
@@ -86,7 +86,7 @@ def model_inputs(
 
 def run_inputs(config: Config, recipe: Recipe, task: TaskData, models: ModelFiles) -> list[Input]:
     """Returns the inputs of a run that samples."""
-    data, reference = config.data, needs_reference(config, recipe)
+    data, reference = config.data, holds_reference(config, recipe)
     found = [rows_input(TRAINING, _key("data.path", data.path), task.prompts.examples)]
     if task.held_out is not None:
         found.append(held_out_input(data, task.held_out.examples))

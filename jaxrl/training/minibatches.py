@@ -48,13 +48,17 @@ def compute_advantages(
     `state` is the one before any update of this step; `parts` are the rollouts of each minibatch.
     """
     learning, source, policy = run.learning, run.source, state.policy.params
-    recipe = learning.recipe
-    by_token = functools.partial(score_by_token, learning, [rollouts[part] for part in parts])
+    recipe, divided = learning.recipe, [rollouts[part] for part in parts]
+    by_token = functools.partial(score_by_token, learning, divided)
 
     def logprobs() -> tuple[LogProbs, LogProbs]:
-        mine, theirs = (
-            by_token(functools.partial(learning.learner.score, weights))
-            for weights in (policy, learning.weights_of("reference", policy))
+        mine = by_token(functools.partial(learning.learner.score, policy))
+        # Parts come in the order in which they are scored.
+        left = iter(divided)
+        theirs = by_token(
+            lambda minibatch: learning.scores(
+                "reference", policy, rollouts=next(left), minibatch=minibatch
+            )
         )
         return mine, theirs
 
@@ -109,7 +113,7 @@ def prepare_minibatch(
         returns=targets.returns,
     )
     scores: dict[str, Any] = {
-        name: learning.learner.score(learning.weights_of(name, policy.params), minibatch)
+        name: learning.scores(name, policy.params, rollouts=rollouts, minibatch=minibatch)
         for name in given_scores(learning.recipe, updates=updates)
     }
     return dataclasses.replace(minibatch, **scores)

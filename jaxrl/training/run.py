@@ -11,6 +11,7 @@ from jaxrl.builders.learner import Learning, anchor_note, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.prompts import rendering, sampling_params
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.reward_model import RewardModel, load_reward_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
@@ -69,8 +70,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
       (the parts, the learner's state, the progress).
 
     Raises:
-      ResumeError: if the directory holds a run with another config or other inputs, or for a fork
-        that cannot be read.
+      ResumeError: for a run there with another config or inputs, or a fork that cannot be read.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
     directory, hosts = Path(config.run_dir), Hosts()
@@ -78,8 +78,8 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
     start = hosts.on_leader(lambda: find_fork(fork, config))
-    recipe, apart, models = make_recipe(config), config.sampler.devices, find_models(config)
-    layout = make_layout(config.mesh, precision=config.precision, reserved=apart)
+    recipe, models = make_recipe(config), find_models(config)
+    layout = make_layout(config.mesh, precision=config.precision, apart=config.devices_apart)
     task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
@@ -110,6 +110,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         open_teacher(config, models, layout=layout, hosts=hosts)
         if teaches
         else nullcontext() as teacher,
+        _open_reference(config, models, learning=learning, hosts=hosts) as learning,
     ):
         certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
         source = RolloutSource(
@@ -142,6 +143,18 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         for line in filter(None, (*lines, attention, learning.rows_note, certified)):
             tracker.note(line)
         yield run, state, progress
+
+
+@contextmanager
+def _open_reference(
+    config: Config, models: ModelFiles, *, learning: Learning, hosts: Hosts
+) -> Iterator[Learning]:
+    """Yields the learner with the reference of `reference.server`, if the run has one."""
+    if config.reference.server is None:
+        yield learning
+        return
+    with connect_reference(config, models.policy, shape=learning.shape, hosts=hosts) as score:
+        yield learning._replace(reference_apart=score)
 
 
 def _open_rewards(

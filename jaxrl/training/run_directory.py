@@ -44,7 +44,16 @@ _FREE = (
     "train.profile_steps",
 )
 # These change only the order in which numbers are added.
-ORDER = ("mesh.", "train.attention", "train.microbatch_tokens", "train.remat")
+ORDER = (
+    "critic_mesh.",
+    "mesh.",
+    "reference.server",
+    "reference_mesh.",
+    "reward_mesh.",
+    "train.attention",
+    "train.microbatch_tokens",
+    "train.remat",
+)
 _TOKEN = "seen_by_all_"  # prefix of a temporary file
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

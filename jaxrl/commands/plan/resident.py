@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,11 @@ import jax
 from jaxrl import models
 from jaxrl.bridge import token_bytes
 from jaxrl.builders.layout import sampler_layout
+from jaxrl.builders.learner import holds_reference
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.tpu_engine import engine_cache_tokens, engine_devices
 from jaxrl.commands.plan.step import PlannedStep
 from jaxrl.core import DType, cast, count_bucket
-from jaxrl.losses import Need
 from jaxrl.models import Specs, lora, param_specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
 from jaxrl.sharding import Layout, placed
@@ -50,6 +51,8 @@ class ResidentMemory:
     cache: KVCache | None  # the KV cache; None if servers or other devices sample
     overlapped: bool  # the sampler runs while the learner does
     engine_cache: float = 0.0  # KV cache of vLLM's TPU engine, which only a publish frees
+    # Of a model's own devices, by the table of its mesh: weights and optimizer on one of them.
+    apart: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def always(self) -> float:
@@ -87,13 +90,9 @@ def resident_memory(step: PlannedStep) -> ResidentMemory:
     copied = embedded and (precision.wire != precision.sampler or sent)
     merged = isinstance(step.specs, lora.Adapted) and config.lora.publish == "merged"
     wire = _weights(base, layout, dtype=precision.wire) if copied or merged else 0.0
-    reference = 0.0
-    if Need.REFERENCE in step.recipe.objective.needs or config.reward.kl:
-        reference = on_one(lora.trainable(step.state.params), dtype=precision.compute)
-    reward_model = 0.0
-    if step.models.scorer is not None:
-        specs = param_specs(step.models.scorer.config)
-        reward_model = _weights(specs, layout, dtype=precision.compute)
+    beside, apart = _beside(step), dict[str, float]()
+    for name in step.apart:
+        apart[name], beside[name] = beside[name], 0.0
     moments = 0.0 if config.optimizer.offload else on_one(step.state.opt_state)
     overlapped = config.rollouts.max_staleness > 0
     engine = config.sampler.name == "vllm_tpu" and not config.sampler.devices
@@ -101,14 +100,35 @@ def resident_memory(step: PlannedStep) -> ResidentMemory:
     return ResidentMemory(
         state=on_one(step.state.params) + moments,
         sampler=served * (2 if overlapped else 1) if shared else engine_weights,
-        reference=reference,
-        reward_model=reward_model,
-        critic=_critic(step) if step.recipe.critic else 0.0,
+        reference=beside["reference_mesh"],
+        reward_model=beside["reward_mesh"],
+        critic=beside["critic_mesh"],
         published=served + wire + engine_part,
         cache=_cache(step, own) if shared else None,
         overlapped=overlapped,
         engine_cache=engine_cache,
+        apart=apart,
     )
+
+
+def _beside(step: PlannedStep) -> dict[str, float]:
+    """Counts the models beside the policy, by the tables of their meshes; 0 for those that the run
+    does not have."""
+    config, dtype = step.config, step.config.precision.compute
+    found = dict.fromkeys(("critic_mesh", "reference_mesh", "reward_mesh"), 0.0)
+    if step.recipe.critic:
+        found["critic_mesh"] = _critic(step, step.apart.get("critic_mesh", step.layout))
+    if holds_reference(config, step.recipe):
+        trained = lora.trainable(step.state.params)
+        own = step.apart.get("reference_mesh")
+        if own is not None:  # with the frozen parameters that adapters change
+            trained = placed(step.state.params, own.tree(step.specs))
+        found["reference_mesh"] = on_one(trained, dtype=dtype)
+    if step.models.scorer is not None:
+        specs = param_specs(step.models.scorer.config)
+        layout = step.apart.get("reward_mesh", step.layout)
+        found["reward_mesh"] = _weights(specs, layout, dtype=dtype)
+    return found
 
 
 def _engine(step: PlannedStep) -> tuple[float, float, float]:
@@ -148,7 +168,7 @@ def _weights(specs: Specs, layout: Layout, *, dtype: DType) -> float:
     return on_one(placed(models.abstract(specs, dtype=dtype), layout.tree(specs)))
 
 
-def _critic(step: PlannedStep) -> float:
+def _critic(step: PlannedStep, layout: Layout) -> float:
     config, precision = step.config, step.config.precision
     if config.critic.trunk == "shared":
         return 0.0  # a single extra row
@@ -160,7 +180,7 @@ def _critic(step: PlannedStep) -> float:
         held["moments"] = jax.eval_shape(
             lambda p: cast(optimizer.transformation.init(p), precision.moments), params
         )
-    return on_one(placed(held, step.layout.state(held, specs)))
+    return on_one(placed(held, layout.state(held, specs)))
 
 
 def _cache(step: PlannedStep, layout: Layout) -> KVCache:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import make_layout, own_layout
 from jaxrl.builders.learner import build_learner, step_minibatch, step_shape
 from jaxrl.builders.model import ModelFiles, choose_kernel, find_models, make_decoder, trained_specs
 from jaxrl.builders.optimizer import state_shardings
@@ -28,6 +28,7 @@ class PlannedStep(NamedTuple):
     model: Model  # without weights
     specs: Any  # of the learner's parameters: the model's, or lora.Adapted
     layout: Layout
+    apart: dict[str, Layout]  # meshes beside it, by their tables
     kernel: Kernel  # the attention implementation
     learner: Learner  # not compiled
     state: LearnerState  # shapes with shardings
@@ -39,7 +40,7 @@ def make_step(config: Config, topology: Topology) -> PlannedStep:
     """Builds the step of `jaxrl train`; raises as it does for an unusable model or mesh."""
     precision = config.precision
     layout = make_layout(
-        config.mesh, precision=precision, devices=topology.devices, reserved=config.sampler.devices
+        config.mesh, precision=precision, devices=topology.devices, apart=config.devices_apart
     )
     models, recipe = find_models(config), make_recipe(config)
     sizes = models.policy.config
@@ -58,6 +59,10 @@ def make_step(config: Config, topology: Topology) -> PlannedStep:
         model=model,
         specs=specs,
         layout=layout,
+        apart={
+            name: own_layout(config, name, shared=layout, devices=topology.devices)
+            for name in config.own_meshes
+        },
         kernel=kernel,
         learner=learner,
         state=placed(shapes, shardings),

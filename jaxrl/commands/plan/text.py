@@ -1,5 +1,6 @@
 """Output of `jaxrl plan`."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 from jaxrl.builders.recipe import make_recipe
@@ -17,6 +18,7 @@ def plan_text(config: Config, topology: Topology, program: Program, *, link_rate
     found = roofline(program, topology.chip, remat=config.train.remat)
     lines = [
         *_header(config, topology, program),
+        *_placement(topology, program),
         *_memory(program),
         *_resident(program),
         *_time(topology, program, found),
@@ -41,7 +43,7 @@ def phases(program: Program) -> dict[str, float]:
 
 def peak(program: Program) -> float:
     """Returns the peak bytes per chip over all phases."""
-    return max(phases(program).values())
+    return max([*phases(program).values(), *program.resident.apart.values()])
 
 
 def fits(program: Program, topology: Topology) -> bool:
@@ -86,9 +88,41 @@ def _devices(topology: Topology, program: Program) -> str:
     if each > 1:
         chips = count_of(number // each, "chip")
         text = f"{number} devices on {chips} ('per chip' below is per device)"
-    shape = program.step.layout.mesh.shape
+    return f"{text}, {_sizes_of(program.step.layout.mesh.shape)}" if number > 1 else text
+
+
+def _placement(topology: Topology, program: Program) -> Iterator[str]:
+    """Draws which devices hold which models, if some have devices of their own."""
+    step, first = program.step, 0
+    if not step.apart and not step.config.sampler.devices:
+        return
+    held = program.resident
+    beside = {"critic": held.critic, "reference": held.reference, "reward": held.reward_model}
+    policy = ["policy", *(name for name, size in beside.items() if size)]
+    if held.sampler:
+        policy.append("sampler")
+    seats = [(", ".join(policy), step.layout.mesh.shape, phases(program)["learning"])]
+    seats += [
+        (name.removesuffix("_mesh"), layout.mesh.shape, held.apart[name])
+        for name, layout in step.apart.items()
+    ]
+    yield "\nDevices, and what each holds, at least"
+    for name, shape, size in seats:
+        count = math.prod(shape.values())
+        yield _seat(name, first=first, count=count, text=f"{_sizes_of(shape)}, {size_text(size)}")
+        first += count
+    if count := step.config.sampler.devices:
+        yield _seat("sampler", first=len(topology.devices) - count, count=count, text="not counted")
+
+
+def _seat(name: str, *, first: int, count: int, text: str) -> str:
+    numbers = f"{first}" if count == 1 else f"{first} to {first + count - 1}"
+    return f"  {numbers:10}{name:34}{text}"
+
+
+def _sizes_of(shape: Mapping[str, int]) -> str:
     sizes = ", ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1)
-    return f"{text}, mesh {sizes or 'of one device'}" if number > 1 else text
+    return f"mesh {sizes or 'of one device'}"
 
 
 def _not_counted(config: Config) -> str:

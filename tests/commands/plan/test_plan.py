@@ -13,7 +13,7 @@ from jaxrl.commands.plan import text as plan
 from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.decoding import needed_memory, read_weights
 from jaxrl.commands.plan.program import compile_step
-from jaxrl.commands.plan.resident import on_one
+from jaxrl.commands.plan.resident import on_one, resident_memory
 from jaxrl.commands.plan.roofline import forward_flops, roofline
 from jaxrl.commands.plan.step import make_step
 from jaxrl.commands.plan.topology import Topology, open_topology
@@ -165,6 +165,29 @@ def test_critic_step_is_reported_as_not_counted(planned, tmp_path, trunk, said):
     assert "Not counted: " in text
     assert said in text
     assert text.splitlines()[-1].endswith("per chip: fits, not counting the critic's step")
+
+
+def test_plan_draws_which_devices_hold_which_models(planned, tmp_path):
+    topology = planned[1]
+    changes = {"loss__name": "ppo", "reward__kl": "0.1", "mesh__fsdp": 2, "mesh__tensor": 1}
+    own = {"critic_mesh__data": 1, "critic_mesh__tensor": 2, "reference_mesh__data": 1}
+    config = make_config(tmp_path, **changes, **own, sampler__devices=3)
+    step = make_step(config, topology)
+    program = dataclasses.replace(planned[2], step=step, resident=resident_memory(step))
+    lines = plan.plan_text(config, topology, program, link_rate=1e9).splitlines()
+    first = lines.index("Devices, and what each holds, at least") + 1
+    drawn = [line.rpartition(", ")[0].split() for line in lines[first : first + 3]]
+    assert drawn == [
+        ["0", "to", "1", "policy", "mesh", "fsdp", "2"],
+        ["2", "to", "3", "critic", "mesh", "tensor", "2"],
+        ["4", "reference", "mesh", "of", "one", "device"],
+    ]
+    assert lines[first + 3].split() == ["5", "to", "7", "sampler", "not", "counted"]
+    large = dataclasses.replace(
+        program.resident, apart=program.resident.apart | {"critic_mesh": 1e15}
+    )
+    program = dataclasses.replace(program, resident=large)
+    assert "does not fit" in plan.plan_text(config, topology, program, link_rate=1e9)
 
 
 def test_score_pass_needs_less_than_the_step(planned):

@@ -143,6 +143,22 @@ def test_models_beside_the_policy(tmp_path):
     assert (adapters.sampler, adapters.published) == (own, own + 2 * policy)
 
 
+def test_models_on_devices_of_their_own(tmp_path):
+    """Whole weights, since each of these meshes has replicas alone; the policy's has none of them.
+    Its own part is as without the others."""
+    changes = {"precision": "bf16_master", "reward__kl": "0.1", "loss__name": "ppo"}
+    changes |= {"mesh__fsdp": 2, "mesh__tensor": 2, "sampler__devices": 1}
+    own = {"critic_mesh__data": 2, "reference_mesh__data": 1}
+    found = counted(tmp_path, **changes, **own)
+    weights = sum(x.size for x in jax.tree.leaves(tiny.params()))
+    assert found.apart["reference_mesh"] == 2 * weights
+    head = tiny.CONFIG.hidden_size
+    assert found.apart["critic_mesh"] == pytest.approx(3 * 4 * (weights + head), abs=64)
+    assert (found.reference, found.critic) == (0, 0)
+    server = {"sampler__devices": 4, "reference__server": "http://127.0.0.1:8001"}
+    assert counted(tmp_path, **changes | server).reference == 0
+
+
 def test_the_engines_weights_and_cache_by_hand(tmp_path):
     changes = {**COMPLETIONS, "sampler__name": "vllm_tpu"}
     found = counted(tmp_path, **changes)

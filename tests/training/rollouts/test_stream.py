@@ -298,12 +298,12 @@ def test_mesh_with_embedded_sampler_is_refused():
 
 def test_sampler_takes_the_last_devices():
     config = hand_made(mesh={"data": 5}, sampler={"devices": 3, "tensor": 3}).config
-    layout = make_layout(config.mesh, reserved=3)
+    layout = make_layout(config.mesh, apart={"sampler.devices": 3})
     own = sampler_layout(config.sampler, layout, tiny.model())
     assert [*layout.mesh.devices.flat, *own.mesh.devices.flat] == jax.devices()
     assert own.mesh.shape["tensor"] == 3
     with pytest.raises(ValueError, match=r"sampler\.devices = 8 leaves the learner none of 8"):
-        make_layout(config.mesh, reserved=8)
+        make_layout(config.mesh, apart={"sampler.devices": 8})
     uneven = hand_made(mesh={"data": 5}, sampler={"devices": 3, "tensor": 2}).config
     with pytest.raises(ValueError, match=r"sampler\.tensor = 2: mesh data=-1 x tensor=2"):
         sampler_layout(uneven.sampler, layout, tiny.model())
