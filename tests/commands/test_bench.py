@@ -1,11 +1,13 @@
 """`jaxrl bench` on a tiny model: what the numbers must satisfy, not how large they are."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.cli import main
 from jaxrl.commands.bench import work
+from jaxrl.core.precision import Precision
 from tests import tiny
 
 SIZES = ["--row=32", "--sequence=16", "--prompt=8", "--microbatches=2", "--sequences=8"]
@@ -41,6 +43,17 @@ def test_measures_every_part(model, tmp_path, capsys):
     assert publish["GB/s"] == pytest.approx(publish["GB"] / publish["seconds"])
     assert parts["beta"]["std"] < 1e-4  # the same arithmetic on both sides
     assert f"{found['device']}, {model}" in capsys.readouterr().out
+
+
+def test_peaks_are_of_data_sheets(monkeypatch):
+    def peak(kind, text):
+        monkeypatch.setattr(work.jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+        return work._peak(Precision.parse(text))
+
+    assert peak("NVIDIA A100-SXM4-80GB", "bf16_master") == (312e12, "data sheet of a100")
+    assert peak("NVIDIA H100 80GB HBM3", "fp16_master") == (989.4e12, "data sheet of h100")
+    assert peak("TPU v6 lite", "bf16_master") == (918e12, "data sheet of v6e")
+    assert peak("TPU7x", "bf16_master") == (2307e12 / 2, "data sheet of tpu7x")  # half a chip
 
 
 def test_beta_is_of_the_dtype_policy(model, tmp_path, capsys, monkeypatch):

@@ -191,10 +191,10 @@ def _peak(precision: Precision) -> tuple[float, str]:
     """Returns FLOP/s of the products of a dtype policy: by the chip's data sheet, or of a large
     product measured here."""
     kind = jax.devices()[0].device_kind
-    words = kind.lower().split()
-    name = _KINDS.get(kind) or next((name for name in CHIPS if name in words), None)
+    # GPUs are named such as "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-80GB".
+    name = _KINDS.get(kind) or next((name for name in CHIPS if name in kind.lower()), None)
     if name is not None and (found := products(precision, CHIPS[name])) is not None:
-        return found.rate / CHIPS[name].devices, f"data sheet of {name}"
+        return found.rate, f"data sheet of {name}"
     size = 2048
     x = jnp.ones((size, size), precision.compute)
     product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
