@@ -1,4 +1,4 @@
-"""What `jaxrl bench` runs by default: a model, and the sizes of its work, by kind of device."""
+"""The default work of `jaxrl bench`: a model, and sizes, by kind of device."""
 
 import dataclasses
 from typing import Any
