@@ -1,6 +1,7 @@
 """The `jaxrl` command."""
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -39,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown(name) if name else HELP, file=sys.stderr)
         return 2
     use_compile_cache()
-    # transformers reads tokenizers here, and would warn at each start without torch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    verbose = "--verbose" in arguments
+    logging.getLogger("jaxrl").setLevel(logging.INFO if verbose else logging.NOTSET)
+    if not verbose:
+        # Of XLA's own log only crashes: errors become exceptions, and the rest, such as a box about
+        # each program that takes two minutes to compile, is news to XLA's developers alone.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         status = load_command(name).main(arguments[1:])
         _flush()

@@ -23,6 +23,7 @@ from jaxrl.training.compile_ahead import compile_ahead
 from jaxrl.training.deployment_gap import deployment_gap
 from jaxrl.training.evaluate import Evaluation, evaluate_greedily
 from jaxrl.training.export import export
+from jaxrl.training.first_step import first_step
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.minibatches import (
     compute_advantages,
@@ -87,6 +88,11 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
             run.source, progress=progress, interrupt=interrupt, hosts=run.hosts
         ) as collect,
         _open_profile(run, done=progress.step) as profile,
+        first_step(
+            (state, run.learning.shape),
+            tracker=run.tracker,
+            done=progress.step == config.train.steps,
+        ) as first_step_done,
     ):
         alarms, tokenizer = AlarmActions(run), run.source.task.tokenizer
         if progress.step == 0:
@@ -117,6 +123,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
             if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
                 run.tracker.note(note)
             run.tracker.log(progress.step, step_metrics(rollouts, numbers, tokenizer=tokenizer))
+            first_step_done()
             accuracy = evaluate(run, progress, params=state.policy.params)
             verdict = run.hosts.on_leader(alarms.check)
             signum = run.hosts.largest(interrupt.signum or 0)
@@ -259,7 +266,7 @@ def evaluate(run: Run, progress: Progress, *, params: Any) -> float | None:
     evaluation is due: before the first step, after the last one and as `eval.every` says. `params`
     are the learner's, which the sampler serves."""
     step = progress.step
-    if step not in (0, run.config.train.steps) and not is_due(run.config.eval.every, step):
+    if step not in (0, run.config.train.steps) and not is_due(run.config.eval_every, step):
         return None
 
     def measure() -> Evaluation | None:

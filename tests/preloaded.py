@@ -5,7 +5,7 @@ import os
 import sys
 
 sys.modules["torch"] = None  # transformers would import it: seconds
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as jaxrl/cli.py sets it
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as jaxrl/huggingface/tokenizer.py sets it
 
 for module in (
     "matplotlib.pyplot",

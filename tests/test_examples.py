@@ -1,11 +1,14 @@
 """The examples run as they stand, on the quickstart's material made small."""
 
+import functools
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ import jaxrl
 from tests import arithmetic, published
 from tests.bridge.engines import VLLM_PYTHON
 from tests.documented import snippets
+from tests.huggingface import stand_in
 
 pytestmark = pytest.mark.usefixtures("optimized")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -97,6 +101,34 @@ def test_the_tour_runs_from_top_to_bottom(material, monkeypatch):
     monkeypatch.chdir(material.parent)
     monkeypatch.setenv("JAXRL_TOUR", str(material))
     executed("tour.ipynb")
+
+
+def test_the_notebook_for_one_gpu_trains_a_model_of_the_hub(
+    material, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{a}+{a}=?", "answer": f"#### {2 * a}"} for a in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--model.path=lab/tiny", "--data.path=sums.jsonl", "--data.eval_path=sums.jsonl"]
+    small += ["--data.template=text", "--data.system_prompt=none", "--data.max_prompt_tokens=16"]
+    small += ["--sampling.max_tokens=8", "--train.steps=1", "--train.train_batch=2"]
+    small += ["--train.group_size=2", "--train.microbatch_tokens=128", "--precision=fp32"]
+    monkeypatch.setenv("JAXRL_COLAB", " ".join(small))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with stand_in.serving(material / "sft/model") as url:
+        own = {"endpoint": url, "cache_dir": tmp_path / "hub"}
+        download = functools.partial(huggingface_hub.snapshot_download, **own)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        executed("colab.ipynb")
+    shown = capsys.readouterr()
+    assert re.search(rf"^model: \S+/snapshots/{'1' * 40} ", shown.err, re.MULTILINE)
+    assert re.search(r"parameters: [\d,]+, and [\d,]+ of adapters are trained", shown.err)
+    assert "GiB" in shown.out  # of the plan
+    assert "held-out accuracy: " in shown.out
+    assert "step 1: held-out accuracy " in shown.out
+    assert "How many eggs are in 6 boxes?\n" in shown.out
+    for name in ("report.html", "runs/colab/model/config.json", "runs/colab/adapter"):
+        assert (tmp_path / name).exists()
 
 
 def test_diagnosis_separates_policy_from_rounding(monkeypatch, tmp_path, capsys):

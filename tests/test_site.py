@@ -138,5 +138,9 @@ def test_pages_work_from_disk_on_a_phone(site, tmp_path):
         for name in SOURCES:
             page.open((site / name).with_suffix(".html"), width=390, dark=True)
             assert page.run("document.documentElement.scrollWidth") <= 390, name
+        for dark in (True, False):
+            page.open(site / "index.html", width=800, dark=dark)
+            seen = page.run("getComputedStyle(document.querySelector('article img')).filter")
+            assert ("invert" in seen) == dark  # plots follow the page
         assert not page.errors
         assert all(address.startswith(("file:", "data:")) for address in page.requests)

@@ -10,7 +10,7 @@ from jaxrl import huggingface, models
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import DType, flags_note, short_name
+from jaxrl.core import DType, short_name
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
 from jaxrl.sharding import Layout, place
@@ -62,15 +62,15 @@ def choose_kernel(
 
 
 def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: Layout) -> str:
-    """Chooses the attention kernel, tries it on a device, and describes it and the compiler's flags
-    for the log; raises as `models.choose_kernel` and `models.verify_kernel`."""
+    """Chooses the attention kernel, tries it on a device, and describes devices and kernel for the
+    log; raises as `models.choose_kernel` and `models.verify_kernel`."""
     kernel = choose_kernel(config, model.config, layout=layout)
     models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.precision)
     first = layout.mesh.devices.flat[0]
-    note = f"attention by {kernel} on {layout.mesh.size} x {first.device_kind}"
+    note = f"{layout.mesh.size} x {first.device_kind}, attention by {kernel}"
     passes = config.precision.bf16_passes if first.platform == "tpu" else 1
     cost = f"each product of {short_name(config.precision.compute)} is {passes} of bf16"
-    return "; ".join(filter(None, (note, cost * (passes > 1), flags_note(first))))
+    return f"{note}; {cost}" if passes > 1 else note
 
 
 def load_model(

@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "sample completions for prompts",
     "data": "show what a model reads: rows, lengths, special and trained tokens",
     "doctor": "measure how each dtype policy distorts the importance ratio",
+    "bench": "measure the accelerator that is there, with random weights",
     "plan": "compile a run's step for chips you do not have: memory and speed",
     "serve": "run vLLM servers that accept weights from a learner",
     "export": "write a checkpoint as a Hugging Face model",

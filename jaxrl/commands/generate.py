@@ -1,19 +1,23 @@
-"""Samples completions for prompts, given as arguments
-or as lines on standard input.
+"""Samples completions for prompts, given as arguments, as rows of data.path,
+or as lines on standard input. They are printed in the order of the prompts.
 
-  jaxrl generate "347+585=?" --greedy --model.path runs/latest/model"""
+  jaxrl generate "347+585=?" --greedy --model.path runs/latest/model
+  jaxrl generate --data.path prompts.jsonl --out completions.jsonl --model.path DIR"""
 
 import argparse
 import dataclasses
 import functools
+import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from jaxrl import data
 from jaxrl.builders.policy import open_policy
@@ -25,8 +29,10 @@ from jaxrl.config import toml_file
 from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig, SamplingConfig
+from jaxrl.config.section import Section
 from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.huggingface import Checkpoint
+from jaxrl.sampling import Completion
 
 
 class GenerateSamplingConfig(SamplingConfig):
@@ -42,13 +48,42 @@ class GenerateSamplingConfig(SamplingConfig):
     """Drop tokens less probable than this times the largest probability; 0 drops none."""
 
 
+class GenerateDataConfig(Section):
+    """Prompts in rows of data."""
+
+    path: str | None = None
+    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
+    or `ID:SUBSET:SPLIT`. Without it, prompts are arguments or lines on standard input."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages."""
+
+    limit: PositiveInt | None = None
+    """Read the first N rows; all of them if absent."""
+
+
 class GenerateConfig(BaseConfig):
     """Sampling from a checkpoint."""
 
     model: ModelConfig
+    data: GenerateDataConfig = GenerateDataConfig()
     prompt: PromptConfig = PromptConfig()
     sampling: GenerateSamplingConfig = GenerateSamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
+
+
+class Asked(NamedTuple):
+    """A prompt, as it was given."""
+
+    where: str  # its place, for errors
+    prompt: data.RawPrompt
+    tools: Sequence[Any]  # that the row brings
+    row: dict[str, Any]  # the columns that `--out` repeats
+
+    @property
+    def shown(self) -> str:
+        """The text, or the content of the last message."""
+        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +94,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--samples", type=int, default=1, help="completions for each prompt (default: 1)"
     )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write a line for each completion, with the columns of its row, instead of printing",
+    )
     return made
 
 
@@ -66,11 +107,11 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse_arguments(parser(), GenerateConfig, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
-    texts = arguments.prompts or _lines()
     config = as_trained(find_inputs(config))
+    asked = list(_asked(config, arguments.prompts))
     checkpoint = Checkpoint(config.model.path)
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
-    prompts = _tokenise(texts, tokenizer, config, positions=positions)
+    prompts = _tokenise(asked, tokenizer, config, positions=positions)
     tell = functools.partial(print, file=sys.stderr, flush=True)
     if (end := data.end_note(tokenizer, rendering(config.prompt))) is not None:
         tell(end)
@@ -88,22 +129,41 @@ def main(argv: Sequence[str]) -> int:
         c.max_batch,
         completions=min(config.sampler.max_requests, len(prompts)) * arguments.samples,
     )
-    with open_policy(
-        checkpoint,
-        config.sampler,
-        mesh=MeshConfig(),
-        precision=config.precision,
-        needs=needs,
-        note=tell,
-    ) as sampler:
+    with (
+        open(arguments.out, "w", encoding="utf-8") if arguments.out else nullcontext() as out,
+        open_policy(
+            checkpoint,
+            config.sampler,
+            mesh=MeshConfig(),
+            precision=config.precision,
+            needs=needs,
+            note=tell,
+        ) as sampler,
+    ):
         found = sampler.sample(prompts, sampling, group_size=arguments.samples)
-        for completion in found:
+        for completion in _in_order(found, samples=arguments.samples):
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            note = f" [truncated at {sampling.max_tokens} tokens]"
-            if completion.finish_reason == "stop":
-                note = ""
-            print(f"{texts[completion.prompt_index]}\n{text}{note}\n", flush=True)
+            one, reason = asked[completion.prompt_index], completion.finish_reason
+            if out is not None:
+                line = one.row | {"completion": text, "finish_reason": reason}
+                print(json.dumps(line, ensure_ascii=False, default=str), file=out)
+            else:
+                note = f" [truncated at {sampling.max_tokens} tokens]" * (reason != "stop")
+                print(f"{one.shown}\n{text}{note}\n", flush=True)
+    if arguments.out:
+        tell(f"{len(prompts) * arguments.samples} completions: {arguments.out}")
     return 0
+
+
+def _in_order(found: Iterable[Completion], *, samples: int) -> Iterator[Completion]:
+    """Yields completions in the order of their prompts, each prompt's once it has all `samples`."""
+    waiting: dict[int, list[Completion]] = {}
+    due = 0
+    for completion in found:
+        waiting.setdefault(completion.prompt_index, []).append(completion)
+        while len(waiting.get(due, ())) == samples:
+            yield from sorted(waiting.pop(due), key=lambda one: one.sample_index)
+            due += 1
 
 
 def as_trained(config: GenerateConfig) -> GenerateConfig:
@@ -125,6 +185,26 @@ def as_trained(config: GenerateConfig) -> GenerateConfig:
     return config.model_copy(update={"prompt": prompt})
 
 
+def _asked(config: GenerateConfig, texts: Sequence[str]) -> Iterator[Asked]:
+    """Yields the prompts: the arguments, the rows of data.path, or the lines of standard input.
+
+    Raises:
+      ValueError: for arguments beside data.path, as `read_rows` and `read_prompt`, or for a
+        standard input that is not UTF-8.
+    """
+    path, key = config.data.path, config.data.prompt_key
+    if path is not None:
+        if texts:
+            raise ValueError(f"prompts as arguments, and data.path = {path!r}; give one of them")
+        for where, row in islice(data.read_rows(path), config.data.limit):
+            tools = data.read_tools(row, where=where)
+            yield Asked(where, data.read_prompt(row, key, where=where), tools, row)
+        return
+    for number, text in enumerate(texts or _lines(), start=1):
+        where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
+        yield Asked(where, text, (), {"prompt": text})
+
+
 def _lines() -> list[str]:
     try:
         return [line.rstrip("\n") for line in sys.stdin]
@@ -133,7 +213,7 @@ def _lines() -> list[str]:
 
 
 def _tokenise(
-    texts: Sequence[str], tokenizer: data.Tokenizer, config: GenerateConfig, *, positions: int
+    asked: Sequence[Asked], tokenizer: data.Tokenizer, config: GenerateConfig, *, positions: int
 ) -> list[np.ndarray]:
     """Renders and tokenises prompts for a model with this number of positions.
 
@@ -146,9 +226,8 @@ def _tokenise(
     render = data.make_renderer(tokenizer, rendered)
     encode = data.prompt_encoder(tokenizer, rendered)
     characters, prompts = data.most_characters(tokenizer, longest), []
-    for number, text in enumerate(texts, start=1):
-        where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"
-        shown = render(text, where)
+    for where, prompt, tools, _ in asked:
+        shown = render(prompt, where, tools=tools)
         try:
             data.check_characters(shown)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""`--help` of commands with config keys: an overview of one screen, and each table by its name."""
+"""`--help` of commands with config keys: an overview of one screen, and tables by their names."""
 
 import argparse
 import re
@@ -12,17 +12,17 @@ _ALL = "all"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Adds `--help`, `--help TABLE` and `--help all` to a parser made without help.
+    """Adds `--help`, `--help TABLE ...` and `--help all` to a parser made without help.
 
     The parser's argument groups titled `[name]`, or `keys`, are its tables of config keys.
     """
     parser.add_argument(
         "-h",
         "--help",
-        nargs="?",
+        nargs="*",
         metavar="TABLE",
         action=_Help,
-        help=f"show this page, the keys of a table, or {_ALL!r} keys",
+        help=f"show this page, the keys of tables, or {_ALL!r} keys",
     )
 
 
@@ -35,14 +35,15 @@ class _Help(argparse.Action):
             for group in parser._action_groups
             if group.title == NO_TABLE or group.title.startswith("[")
         }
-        if values is None:
+        if not values:
             print(_overview(parser, tables), end="")
             parser.exit()
-        if values not in (_ALL, *tables):
-            near = nearest(str(values), tables)
-            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(tables)}"
-            parser.error(f"--help {values}: unknown table of keys; {hint}")
-        shown = tables.values() if values == _ALL else [tables[str(values)]]
+        for name in values:
+            if name not in (_ALL, *tables):
+                near = nearest(name, tables)
+                hint = f"did you mean {near}?" if near else f"expected one of {', '.join(tables)}"
+                parser.error(f"--help {name}: unknown table of keys; {hint}")
+        shown = tables.values() if _ALL in values else [tables[name] for name in values]
         print(_with_sections(parser._get_formatter(), shown), end="")
         parser.exit()
 

@@ -4,12 +4,13 @@ import argparse
 import inspect
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic.fields import FieldInfo
 
 from jaxrl.commands import key_help
-from jaxrl.commands.paths import check_paths
+from jaxrl.commands.paths import check_paths, find_beside
 from jaxrl.config import toml_file
 from jaxrl.config.section import Section
 from jaxrl.core import Precision
@@ -41,7 +42,10 @@ def trainer(
     made.add_argument(
         "--fork",
         metavar="RUN[@STEP]",
-        help="start a new run from a checkpoint of the run directory RUN, by default the newest",
+        help="start a new run from a checkpoint of RUN, by default the newest",
+    )
+    made.add_argument(
+        "--verbose", action="store_true", help="show how the run was set up, and XLA's own log"
     )
     return made
 
@@ -89,7 +93,8 @@ def plain_parser(
 def parse_arguments(
     made: argparse.ArgumentParser, schema: type[C], argv: Sequence[str]
 ) -> Parsed[C]:
-    """Loads the config file, if any, and overrides it with keys from the command line.
+    """Loads the config file, if any, and overrides it with keys from the command line. Inputs that
+    the file names, and that are not there, are looked for in its folder.
 
     Raises:
       ConfigError: see `toml_file.load` and `check_paths`.
@@ -99,7 +104,8 @@ def parse_arguments(
     names = toml_file.keys(schema)
     given = [(name, text) for name, text in vars(arguments).items() if name in names]
     file = getattr(arguments, "file", None)
-    config = toml_file.load(schema, file=file, overrides=[*given, *more])
+    tree = {} if file is None else find_beside(toml_file.read_tree(file), Path(file).parent)
+    config = toml_file.override(schema, tree, [*given, *more])
     check_paths(config)
     own = {k: v for k, v in vars(arguments).items() if k not in names and k != "file"}
     return Parsed(config, argparse.Namespace(**own))

@@ -46,7 +46,7 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
 def last_loss(result: "fit.FitResult") -> tuple[str, int]:
     """Concludes a run on texts."""
     found = result.last.get("loss", float("nan"))
-    return f"loss {found:.4f} nats per token; model: {result.model}", 0
+    return f"loss {found:.4f} nats per token; {_model(result)}", 0
 
 
 def held_out_accuracy(result: "fit.FitResult") -> tuple[str, int]:
@@ -55,7 +55,11 @@ def held_out_accuracy(result: "fit.FitResult") -> tuple[str, int]:
     text = f"loss {result.last.get('loss', float('nan')):.4f}"
     if before is not None and after is not None:
         text = f"held-out pairs ranked correctly: {change(before, after)}"
-    return f"{text}; model: {result.model}", 0
+    return f"{text}; {_model(result)}", 0
+
+
+def _model(result: "fit.FitResult") -> str:
+    return f"model: {result.model} ({result.written})"
 
 
 def change(before: float, after: float, *, failed: tuple[int, int] = (0, 0), of: int = 0) -> str:

@@ -5,7 +5,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxrl.bridge import directory_of
 from jaxrl.config import toml_file
@@ -27,6 +27,7 @@ _FUNCTIONS = (
     "loss.name",
     "loss.advantage",
 )
+_INPUTS = (*_MODELS, "lora.path", "data.path", "data.eval_path", "sampler.python", *_FUNCTIONS)
 
 
 def check_paths(config: Section) -> None:
@@ -40,6 +41,28 @@ def check_paths(config: Section) -> None:
     for key, text in _texts(config):
         if (problem := _problem(key, text)) is not None:
             raise toml_file.ConfigError(f"{key} = {toml_file.toml_text(text)}: {problem}")
+
+
+def find_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the tables of a config's file with the inputs that are only in the file's folder: a
+    relative path that does not exist, but does from there, becomes a path to it."""
+
+    def found(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            inner = f"{key}." if key else ""
+            return {name: found(f"{inner}{name}", one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [found(key, one) for one in value]
+        if not isinstance(value, str) or key not in _INPUTS:
+            return value
+        name = _file_of(value) if key in _FUNCTIONS else value
+        try:
+            beside = name and not os.path.exists(name) and (folder / name).exists()
+        except (OSError, ValueError):  # `check_paths` explains them
+            return value
+        return value.replace(name, str(folder / name), 1) if beside else value
+
+    return found("", tree)
 
 
 def find_inputs(config: C) -> C:
@@ -56,7 +79,8 @@ def find_inputs(config: C) -> C:
     ]
     if len(missing) > 1:
         raise toml_file.ConfigError(
-            f"these do not exist: {', '.join(missing)}; relative paths start at {Path.cwd()}"
+            f"these do not exist: {', '.join(missing)}; relative paths start at {Path.cwd()}, and "
+            "those in a config also at its folder"
         )
     return fetch_models(config)
 

@@ -1,5 +1,6 @@
 """Every key of `jaxrl doctor`."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -34,6 +35,18 @@ class DoctorSamplingConfig(Section):
 
     max_batch: PositiveInt = 64
     """Completions that the embedded sampler decodes at once."""
+
+
+def joined_policies(parts: Iterable[str]) -> tuple[str, ...]:
+    """Rejoins dtype policies split at commas, since a part with an = belongs to the one before it;
+    raises ValueError as `Precision.parse`."""
+    found: list[str] = []
+    for part in parts:
+        changes = "=" in part.partition(",")[0] and found
+        found[-1:] = [f"{found[-1]},{part}"] if changes else [*found[-1:], part]
+    for text in found:
+        Precision.parse(text)
+    return tuple(dict.fromkeys(found))
 
 
 class DoctorConfig(Section):
@@ -78,15 +91,8 @@ class DoctorConfig(Section):
 
     @field_validator("precisions")
     @classmethod
-    def _joined(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Rejoins texts split at commas: a part with an = belongs to the one before it."""
-        found: list[str] = []
-        for part in value:
-            changes = "=" in part.partition(",")[0] and found
-            found[-1:] = [f"{found[-1]},{part}"] if changes else [*found[-1:], part]
-        for text in found:
-            Precision.parse(text)
-        return tuple(dict.fromkeys(found))
+    def _precisions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return joined_policies(value)
 
     @property
     def by_text(self) -> dict[str, Precision]:

@@ -127,8 +127,15 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Greedy accuracy on data.eval_path."""
 
-    every: NonNegativeInt = 0
-    """Evaluate after this many steps; 0 evaluates only before the first and after the last."""
+    every: NonNegativeInt | None = None
+    """Evaluate after this many steps; 0 evaluates only before the first and after the last. By
+    default ten times a run; a run of fewer than twenty steps has no evaluation in between."""
+
+    def interval(self, steps: int) -> int:
+        """Returns the steps between two evaluations of a run with `steps`; 0 for none."""
+        if self.every is not None:
+            return self.every
+        return steps // 10 if steps >= 20 else 0
 
 
 class BaseConfig(Section):

@@ -61,7 +61,11 @@ def load(
       ConfigError: for a file that is missing or not TOML, an unknown or missing key, a wrong type
         or a contradiction.
     """
-    tree = read_tree(file) if file is not None else {}
+    return override(schema, read_tree(file) if file is not None else {}, overrides)
+
+
+def override(schema: type[C], tree: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> C:
+    """Makes a config from nested dicts and overrides; raises ConfigError as `load`."""
     for name, text in overrides:
         _set(tree, name, parse_value(schema, name, text))
     return validate(schema, tree)

@@ -1,7 +1,8 @@
 """The `[samples]` and `[tracking]` tables of a config."""
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, field_validator
 
+from jaxrl.config.hosts import is_address
 from jaxrl.config.section import Section
 
 
@@ -21,3 +22,13 @@ class TrackingConfig(Section):
 
     mlflow: str | None = None
     """MLflow experiment (pip install mlflow), at MLFLOW_TRACKING_URI."""
+
+    prometheus: str | None = None
+    """Address at which Prometheus reads the newest metrics, such as 127.0.0.1:9400."""
+
+    @field_validator("prometheus")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None and not is_address(value):
+            raise ValueError("expected HOST:PORT, such as 127.0.0.1:9400")
+        return value

@@ -28,6 +28,7 @@ from jaxrl.config.tables import (
 )
 from jaxrl.config.tracking import SamplesConfig, TrackingConfig
 from jaxrl.core import disagreement, short_name
+from jaxrl.data import REASONING_GYM
 
 
 class Config(RunConfig):
@@ -105,6 +106,11 @@ class Config(RunConfig):
         return self.train.steps * self.train.updates_per_rollout
 
     @property
+    def eval_every(self) -> int:
+        """Steps between two evaluations on held-out data; 0 for none."""
+        return self.eval.interval(self.train.steps) if self.data.eval_path is not None else 0
+
+    @property
     def checkpoints_kept(self) -> int:
         """Number of newest checkpoints to keep. Where an alarm may roll back, they reach back to
         before the steps that can raise it."""
@@ -114,7 +120,7 @@ class Config(RunConfig):
             self.alarms.reach(probe_every=self.probe.every, judge_every=self.judge.every)
             + self.checkpoint.every
         )
-        dues = (every for every in (self.checkpoint.every, self.eval.every) if every)
+        dues = (every for every in (self.checkpoint.every, self.eval_every) if every)
         return max(self.checkpoint.keep, sum(math.ceil(back / every) for every in dues) + 1)
 
     @field_validator("reward")
@@ -122,6 +128,8 @@ class Config(RunConfig):
     def _has_a_reward(cls, value: RewardConfig, info: ValidationInfo) -> RewardConfig:
         environment = info.data.get("environment", EnvironmentConfig())
         if not value.path and value.model is None and environment.name is None:
+            if (rows := info.data.get("data")) and rows.path.startswith(REASONING_GYM):
+                return value.model_copy(update={"path": ("reasoning_gym",)})
             raise ValueError(
                 "reward.path is missing, and so are reward.model and environment.name: set at "
                 "least one, such as reward.path = ['exact_match']"

@@ -21,6 +21,7 @@ from .prompts import (
     prompt_encoder as prompt_encoder,
     start_tokens as start_tokens,
 )
+from .reasoning_gym import REASONING_GYM as REASONING_GYM
 from .rows import (
     READERS as READERS,
     Row as Row,

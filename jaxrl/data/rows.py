@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl.data.reasoning_gym import REASONING_GYM, task_rows
+
 
 class Row(NamedTuple):
     """One record, and its place for error messages."""
@@ -14,17 +16,22 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str, *, split: str = "train") -> Iterator[Row]:
-    """Reads a .jsonl or .parquet file, or a data set of the Hugging Face hub.
+    """Reads a .jsonl or .parquet file, a data set of the Hugging Face hub, or makes the rows of a
+    task of reasoning-gym.
 
     Args:
-      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`.
-      split: split of a hub data set whose path names none.
+      path: a file, or a hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`, or
+        `reasoning_gym:TASK` as in `task_rows`.
+      split: split of a hub data set whose path names none, or of a task.
 
     Raises:
       ValueError: for a missing file, an unknown format, or a line that is not a JSON object; the
         message names file and line.
-      ModuleNotFoundError: for a hub id without the package datasets.
+      ModuleNotFoundError: for a hub id without the package datasets, or a task without the package
+        reasoning-gym.
     """
+    if path.startswith(REASONING_GYM):
+        return (Row(*one) for one in task_rows(path, split=split))
     if (read := READERS.get(Path(path).suffix)) is not None:
         if not Path(path).is_file():
             raise ValueError(f"{path} is not a file; relative paths start at {Path.cwd()}")

@@ -95,6 +95,16 @@ class Checkpoint:
         with named(self.directory / "config.json"):
             return read_block(self.content)
 
+    @property
+    def dtype(self) -> DType | None:
+        """The 16-bit dtype that config.json gives the weights; None for any other, or none."""
+        outer, inner = self.content, self.content.get("text_config")
+        for content in (outer, inner if isinstance(inner, dict) else {}):
+            name = str(content.get("dtype") or content.get("torch_dtype"))
+            if name in ("bfloat16", "float16"):
+                return jnp.dtype(name)
+        return None
+
     def load(
         self,
         *,

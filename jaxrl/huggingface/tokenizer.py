@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face checkpoint directories, and the tokens that end a completion."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
                 content = read_object(path)
                 if path.name == "tokenizer_config.json":
                     _check_template(path, content.get("chat_template"))
+    # It reads tokenizers here, and would warn at its import that it lacks torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # takes seconds to import, and only text needs it
 
     try:

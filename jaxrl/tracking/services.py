@@ -1,4 +1,4 @@
-"""Tracking services: Weights & Biases and MLflow, if installed and configured.
+"""Tracking services: Weights & Biases and MLflow, if installed and configured, and Prometheus.
 
 A resumed run continues its earlier run there; the run directory keeps the id.
 """
@@ -77,6 +77,33 @@ class MLflow:
         self._module.end_run(statuses[ending])
 
 
+class Prometheus:
+    """A page of the newest metrics, `jaxrl_metric{run="...", name="reward"} 0.5`, for Prometheus to
+    read."""
+
+    def __init__(
+        self, module: Any, address: str, *, directory: Path, resolved: Mapping[str, Any]
+    ) -> None:
+        registry, (host, _, port) = module.CollectorRegistry(), address.rpartition(":")
+        labels = ["run", "name"]
+        self._metric = module.Gauge(
+            "jaxrl_metric", "The newest value of a metric of a run", labels, registry=registry
+        )
+        self._run = directory.name
+        self._server, self._thread = module.start_http_server(int(port), host, registry=registry)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics after a step."""
+        for name, value in {"step": step, **metrics}.items():
+            self._metric.labels(self._run, name).set(value)
+
+    def close(self, ending: Ending) -> None:
+        """Ends the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 def _read_id(path: Path) -> str | None:
     """Returns the id of the run at a service; None for a new run."""
     content = read_whole(path)
@@ -91,8 +118,9 @@ def _read_id(path: Path) -> str | None:
     return known
 
 
-Writer = Wandb | MLflow
-_WRITERS: Mapping[str, Any] = {"wandb": Wandb, "mlflow": MLflow}
+Writer = Wandb | MLflow | Prometheus
+_WRITERS: Mapping[str, Any] = {"wandb": Wandb, "mlflow": MLflow, "prometheus": Prometheus}
+_PACKAGES = {"prometheus": "prometheus_client"}  # where the package has another name
 
 
 class Service:
@@ -152,9 +180,10 @@ def open_services(
 
 
 def _import(name: str) -> Any:
+    package = _PACKAGES.get(name, name)
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(package)
     except ModuleNotFoundError:
         raise ValueError(
-            f"tracking.{name} needs the package {name}: pip install {name}, or remove the key"
+            f"tracking.{name} needs the package {package}: pip install {package}, or remove the key"
         ) from None

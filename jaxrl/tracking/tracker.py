@@ -8,6 +8,7 @@ drop entries that a killed run logged after its checkpoint.
 """
 
 import json
+import logging
 import math
 import os
 import time
@@ -59,6 +60,12 @@ class Tracker(NamedTuple):
         """Prints a line above the live display."""
         self.progress.note(text)
 
+    def detail(self, text: str) -> None:
+        """Prints a line that only the curious read: where the logger `jaxrl` shows INFO, as with
+        `--verbose`."""
+        if logging.getLogger("jaxrl").isEnabledFor(logging.INFO):
+            self.note(text)
+
 
 class NullTracker:
     """A tracker that writes nothing."""
@@ -69,7 +76,7 @@ class NullTracker:
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
 
-    event = note = log
+    event = note = detail = log
 
 
 @contextmanager

@@ -36,10 +36,12 @@ def export(
     return model
 
 
-def model_dtype(config: Config | SupervisedConfig) -> DType:
-    """Returns the dtype of a run's model: as trained if supervised without lora, else as served."""
-    lossless = isinstance(config, SupervisedConfig) and not config.lora.rank
-    return config.precision.params if lossless else config.precision.exported
+def model_dtype(config: Config | SupervisedConfig, source: Checkpoint) -> DType:
+    """Returns the dtype of a run's model: as served; if supervised without lora the 16 bits of the
+    model that it started from, or else as trained."""
+    if not isinstance(config, SupervisedConfig) or config.lora.rank:
+        return config.precision.exported
+    return source.dtype or config.precision.params
 
 
 def write_model(
@@ -59,7 +61,7 @@ def write_model(
     Returns:
       The model's directory, on every process once it is complete.
     """
-    directory, dtype = Path(config.run_dir), model_dtype(config)
+    directory, dtype = Path(config.run_dir), model_dtype(config, source)
     tensors = ParamsSource(lora.merge(params), model.specs, dtype=dtype)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 

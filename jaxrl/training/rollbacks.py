@@ -78,7 +78,7 @@ def target(config: Config, checkpoints: Path, *, healthy: int) -> int | None:
     """Returns the step of the last checkpoint up to `healthy`; 0 if none was due, None if lost."""
     steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
     before = [step for step in steps if step <= healthy]
-    due = [every for every in (config.checkpoint.every, config.eval.every) if every]
+    due = [every for every in (config.checkpoint.every, config.eval_every) if every]
     if before:
         return max(before)
     return 0 if healthy < min(due) else None

@@ -21,12 +21,11 @@ from jaxrl.builders.trial import try_task
 from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
-from jaxrl.core import Hosts, disagreement
-from jaxrl.data import end_note, length_line, marked_text, one_line
+from jaxrl.core import Hosts, disagreement, flags_note
+from jaxrl.data import end_note, marked_text, one_line
 from jaxrl.diagnostics import Score
 from jaxrl.environments import EpisodeRunner
 from jaxrl.learner import Checkpoints, State
-from jaxrl.losses import Recipe
 from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 from jaxrl.tracking.samples import Samples
@@ -34,6 +33,7 @@ from jaxrl.tracking.services import open_services
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training import rollbacks
 from jaxrl.training.certificate import check_certificate
+from jaxrl.training.first_lines import first_lines
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import Inputs, compare_inputs, run_inputs, write_inputs
 from jaxrl.training.judge import Judge
@@ -137,11 +137,12 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             checkpoints=checkpoints,
             tracker=tracker,
         )
-        attention = learning.check_attention(config)
-        notes = _notes(config, task, recipe=recipe, teaches=teaches, hosts=hosts)
-        lines = (*repaired, _beginning(run, progress, start), *tried, *notes, change)
-        for line in filter(None, (*lines, attention, learning.rows_note, certified)):
+        notes = _notes(config, task, teaches=teaches, hosts=hosts)
+        lines = (*repaired, _beginning(run, progress, start), *_first_lines(run), *tried, *notes)
+        for line in filter(None, (*lines, change, certified)):
             tracker.note(line)
+        for line in filter(None, _details(run)):
+            tracker.detail(line)
         yield run, state, progress
 
 
@@ -254,19 +255,33 @@ def _open_tracker(
     )
 
 
-def _notes(
-    config: Config, task: TaskData, *, recipe: Recipe, teaches: bool, hosts: Hosts
-) -> Iterator[str]:
+def _first_lines(run: Run) -> list[str]:
+    task, learning = run.source.task, run.learning
+    return first_lines(
+        run.config,
+        learning.model,
+        specs=learning.specs,
+        devices=learning.check_attention(run.config),
+        lengths=[len(one.tokens) for one in task.prompts.examples],
+        held_out=len(task.held_out.examples) if task.held_out is not None else 0,
+    )
+
+
+def _details(run: Run) -> Iterator[str | None]:
+    """Yields how a run was set up, for `--verbose`."""
+    task, config = run.source.task, run.config
+    if examples := task.prompts.examples:
+        yield f"the first prompt: {one_line(marked_text(task.tokenizer, examples[0].tokens))}"
+    yield end_note(task.tokenizer, rendering(config.data))
+    yield anchor_note(run.learning.recipe, updates=config.train.updates_per_rollout)
+    yield run.learning.rows_note
+    yield flags_note(run.learning.layout.mesh.devices.flat[0])
+
+
+def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
     for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
-    if examples := task.prompts.examples:
-        yield f"data.path, {length_line('prompts', [len(one.tokens) for one in examples])}"
-        yield f"the first: {one_line(marked_text(task.tokenizer, examples[0].tokens))}"
-    if (end := end_note(task.tokenizer, rendering(config.data))) is not None:
-        yield end
-    if skipped := anchor_note(recipe, updates=config.train.updates_per_rollout):
-        yield skipped
     if (advice := disagreement(config.precision)) is not None:
         yield f"learner and sampler compute differently: {advice}"
     if teaches:

@@ -1,4 +1,4 @@
-"""A GRPO step of Qwen3, hand-written in torch: the work of `bench_accelerator.py learner`.
+"""A GRPO step of Qwen3, hand-written in torch: the work of `jaxrl bench --only learner`.
 
     python scripts/benchmarks/torch_step.py configs/models/qwen3_0_6b
 

@@ -82,6 +82,25 @@ def test_short_help_fits_one_screen(capsys, monkeypatch):
         assert "--seed" not in shown
 
 
+def test_help_shows_several_tables(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help", "data", "model"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--data.prompt_key " in shown
+    assert "--model.path " in shown
+    assert "--train.steps " not in shown
+
+
+@pytest.mark.parametrize(("options", "level"), [((), "3"), (("--verbose",), None)])
+def test_xlas_own_log_is_shown_on_demand(options, level, monkeypatch, capsys):
+    """Level 3 leaves only what ends the process: no box about a slow compilation."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    with pytest.raises(SystemExit):
+        main(["train", *options, "--help"])
+    assert os.environ.get("TF_CPP_MIN_LOG_LEVEL") == level
+
+
 def test_help_names_the_nearest_table(capsys):
     with pytest.raises(SystemExit) as end:
         main(["train", "--help", "smapling"])

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,25 @@ def test_commands_name_the_key(capsys: pytest.CaptureFixture[str]) -> None:
         error = capsys.readouterr().err
         assert error.startswith(f"jaxrl {command}: model.path = 'xxx")
         assert error.endswith("...: File name too long\n")
+
+
+def test_inputs_are_also_found_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("folder/own.toml").write_text(
+        'run_dir = "runs/own"\n[model]\npath = "model"\n[data]\npath = "rows.jsonl"\n'
+        'eval_path = "file.jsonl"\n[reward]\npath = ["exact_match", "own.py:score"]\n'
+    )
+    for name in ("folder/rows.jsonl", "folder/file.jsonl", "file.jsonl"):
+        Path(name).touch()
+    Path("folder/own.py").write_text("def score(completion, example):\n    return 1.0\n")
+    Path("folder/model").mkdir()
+    Path("folder/runs/own").mkdir(parents=True)
+    assert main(["config", "folder/own.toml"]) == 0
+    found = toml_file.flatten(toml_file.validate(Config, tomllib.loads(capsys.readouterr().out)))
+    assert found["model.path"] == "folder/model"
+    assert found["data.path"] == "folder/rows.jsonl"
+    assert found["data.eval_path"] == "file.jsonl"  # what is here comes first
+    assert found["reward.path"] == ("exact_match", "folder/own.py:score")
+    assert found["run_dir"] == "runs/own"  # a run goes where the command is given
+    given = ["--data.path", "rows.jsonl"]
+    assert main(["config", "folder/own.toml", *given]) == 0
+    assert 'path = "rows.jsonl"' in capsys.readouterr().out  # so does what is typed

@@ -1,4 +1,6 @@
+import socket
 import sys
+import urllib.request
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -141,3 +143,26 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"tracking\.wandb needs the package wandb: pip install"):
         open_services(TrackingConfig(wandb="p"), tmp_path, resolved={}, note=print)
     assert open_services(TrackingConfig(), tmp_path, resolved={}, note=print) == []
+
+
+def test_prometheus_reads_the_newest_metrics(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config, said = TrackingConfig(prometheus=address), []
+    (service,) = open_services(config, tmp_path / "run", resolved={}, note=said.append)
+    service.write(1, {"reward": 0.25, "eval/accuracy": 0.5})
+    service.write(2, {"reward": 0.75, "kl": float("nan")})
+    with urllib.request.urlopen(f"http://{address}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        f'jaxrl_metric{{name="{name}",run="run"}} {value}'
+        for name, value in [("step", 2.0), ("reward", 0.75), ("eval/accuracy", 0.5), ("kl", "NaN")]
+    ]
+    other = open_services(config, tmp_path / "run", resolved={}, note=said.append)
+    assert "Address already in use" in said[0]  # and the run goes on
+    other[0].close("finished")
+    service.close("finished")
+    assert len(said) == 1
+    with pytest.raises(ValueError, match=r"expected HOST:PORT, such as 127"):
+        TrackingConfig(prometheus="9400")

@@ -18,7 +18,6 @@ from jaxrl.core.precision import PRESETS
     ],
 )
 def test_the_log_says_what_a_product_costs(precision, platform, cost, monkeypatch):
-    monkeypatch.setenv("JAXRL_COMPILER_FLAGS", "0")
     device: Any = SimpleNamespace(platform=platform, device_kind="a chip")
     mesh = SimpleNamespace(size=1, devices=SimpleNamespace(flat=[device]))
     config, model, layout = (
@@ -29,4 +28,4 @@ def test_the_log_says_what_a_product_costs(precision, platform, cost, monkeypatc
     monkeypatch.setattr(builder, "choose_kernel", lambda *_, **__: "xla")
     monkeypatch.setattr(builder.models, "verify_kernel", lambda *_, **__: None)
     note = builder.attention_note(config, model, layout=layout)  # type: ignore[arg-type]
-    assert note == f"attention by xla on 1 x a chip{cost}"
+    assert note == f"1 x a chip, attention by xla{cost}"

@@ -117,7 +117,9 @@ class Answers(BaseHTTPRequestHandler):
         assert (self.path, body["model"]) == ("/v1/chat/completions", "big")
         judged = body["messages"][0]["content"].rpartition("judge: ")[2]
         said = f"I give {len(judged)}." if judged else "?"
-        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        usage = {"prompt_tokens": 1_000_000, "completion_tokens": 10_000}
+        answer = {"choices": [{"message": {"content": said}}], "usage": usage}
+        content = json.dumps(answer).encode()
         self.send_response(500 if judged == "fail" else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -127,7 +129,7 @@ class Answers(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def test_a_server_judges(monkeypatch):
+def test_a_server_judges(monkeypatch, tmp_path):
     path = Path(__file__).parents[2] / "examples/judge.py"
     module = SimpleNamespace(**runpy.run_path(str(path)))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
@@ -145,4 +147,13 @@ def test_a_server_judges(monkeypatch):
             ask("")
         with pytest.raises(httpx2.HTTPStatusError):
             ask("fail")
+        assert ask("12345") == 0.5
+        free = "judge: 3 questions, and 1 that were asked before; 3,000,000 tokens read, "
+        free += "30,000 written"
+        assert module.cost() == free
+        monkeypatch.setenv("JUDGE_PRICES", "0.15,0.60")
+        assert module.cost() == f"{free}; $0.47"  # 3 x 0.15 + 0.03 x 0.60
+        (tmp_path / "rubric.txt").write_text("Is {completion} short? judge: {prompt}")
+        monkeypatch.setenv("JUDGE_RUBRIC", str(tmp_path / "rubric.txt"))
+        assert ask("12345") == 0.4  # the letters of the prompt
         server.shutdown()

@@ -194,7 +194,7 @@ def test_signal_ends_the_run(material, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit, "next_batch", interrupted)
     result = sft.finetune(config(material, tmp_path))
     assert (result.step, result.signum, result.model) == (3, signal.SIGINT, None)
-    assert "attention by xla on 1 x cpu" in capsys.readouterr().err
+    assert "devices: 1 x cpu, attention by xla" in capsys.readouterr().err
 
 
 def test_contradictions():

@@ -322,7 +322,7 @@ def test_mismatched_precision_is_reported_and_measured(material, tmp_path, capsy
     train.train(config(material, tmp_path / "run", **changes))
     said = capsys.readouterr().err
     assert "compute = f32, activations = f32 and sampler = bf16" in said
-    assert "attention by xla on 1 x cpu" in said
+    assert "devices: 1 x cpu, attention by xla" in said
     (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert entry["probe/beta_std"] > 1e-4
     assert entry["mismatch/token_mult_error"] > 1

@@ -44,7 +44,7 @@ def export_checkpoint(
       ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
     base, precision = Checkpoint(config.model.path), config.precision
-    written = precision.params if only_adapters else model_dtype(config)
+    written = precision.params if only_adapters else model_dtype(config, base)
     if dtype is not None:
         written = Precision.parse(f"fp32,wire={dtype}").wire
     found = base.config

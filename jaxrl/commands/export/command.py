@@ -22,6 +22,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("directory", type=Path, help="where to write the model")
     made.add_argument("--step", default="latest", help="latest, best or a number (default: latest)")
     made.add_argument(
+        "--overwrite", action="store_true", help="replace a model that is in the directory"
+    )
+    made.add_argument(
         "--adapter", action="store_true", help="write only the LoRA adapters, in PEFT's format"
     )
     made.add_argument(
@@ -33,19 +36,21 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     arguments = parser().parse_args(argv)
-    config = _load(arguments.run_dir / "config.toml")
+    config, directory = _load(arguments.run_dir / "config.toml"), arguments.directory
+    if not arguments.overwrite and any(directory.glob("*.safetensors")):
+        raise ValueError(f"{directory} holds a model; add --overwrite, or name another directory")
 
     from jaxrl.commands.export.checkpoint import export_checkpoint  # takes seconds, so after --help
 
     step = export_checkpoint(
         config,
         run_dir=arguments.run_dir,
-        directory=arguments.directory,
+        directory=directory,
         step=arguments.step,
         dtype=arguments.dtype,
         only_adapters=arguments.adapter,
     )
-    print(f"step {step}: {arguments.directory}")
+    print(f"step {step}: {directory}")
     return 0
 
 

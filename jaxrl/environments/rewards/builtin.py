@@ -5,9 +5,10 @@ names; `rendered_prompt` is the text that the model read. A config names a user'
 function as `file.py:function`.
 """
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.environments.isolation.calls import uses_processes
@@ -59,6 +60,28 @@ def math_verify(completion: str, example: Mapping[str, Any]) -> float:
     answer = str(example["answer"]).strip()
     marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     return float(mathematics.equal(answer if marked else f"${answer}$", completion))
+
+
+def reasoning_gym(completion: str, example: Mapping[str, Any]) -> float:
+    """Returns the score of reasoning-gym's own scorer, from 0 to 1, for a row of
+    `data.path = "reasoning_gym:TASK"`.
+
+    The answer is the content of the last <answer>...</answer>, else what follows the last </think>.
+
+    Raises:
+      ModuleNotFoundError: without the package reasoning-gym.
+    """
+    found = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    answer = found[-1] if found else completion.rpartition("</think>")[2]
+    entry = example["entry"]
+    return float(_scorer(entry["metadata"]["source_dataset"])(answer.strip(), entry))
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    import reasoning_gym  # takes seconds
+
+    return reasoning_gym.get_score_answer_fn(task)
 
 
 def boxed_format(completion: str, example: Mapping[str, Any]) -> float:

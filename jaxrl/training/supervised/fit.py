@@ -5,6 +5,7 @@ All processes of a run call the same functions, but only process 0 reads the dat
 """
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,16 +20,19 @@ from jaxrl.builders.supervised import Setup
 from jaxrl.config.data import HeldOutConfig
 from jaxrl.config.preference import DPOConfig
 from jaxrl.config.supervised import SupervisedConfig
-from jaxrl.core import Hosts, Metrics, Minibatch, Precision, Rollout, jit, to_floats
-from jaxrl.data import (
-    Rendering,
-    Tokenizer,
-    end_note,
-    length_line,
-    marked_text,
-    next_indices,
-    one_line,
+from jaxrl.core import (
+    Hosts,
+    Metrics,
+    Minibatch,
+    Precision,
+    Rollout,
+    flags_note,
+    jit,
+    short_name,
+    to_floats,
 )
+from jaxrl.data import Rendering, Tokenizer, end_note, marked_text, next_indices, one_line
+from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import (
     Checkpoints,
     Learner,
@@ -42,7 +46,9 @@ from jaxrl.models import Params
 from jaxrl.sharding import fetch
 from jaxrl.tracking.tracker import NullTracker, Tracker, gap, incomplete_logs
 from jaxrl.training.absorbed import absorbed_note
-from jaxrl.training.export import write_model
+from jaxrl.training.export import model_dtype, write_model
+from jaxrl.training.first_lines import first_lines
+from jaxrl.training.first_step import first_step
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import (
     HELD_OUT,
@@ -77,7 +83,9 @@ class Task:
     # params -> numbers on held-out data; "accuracy" among them selects the best checkpoint.
     measure: Callable[[Params], Numbers] = lambda params: {}
     eval_every: int = 0  # steps between two measurements, as `eval.every`
+    lengths: Sequence[int] = ()  # tokens of each row
     notes: Sequence[str] = ()  # lines shown at the start
+    details: Sequence[str] = ()  # further lines, for `--verbose`
     held_out: Sequence[Any] = ()  # the held-out data of `measure`
     fork: Fork | None = None  # the checkpoint of another run that it starts from
 
@@ -94,6 +102,7 @@ class FitResult:
     last: Numbers = dataclasses.field(default_factory=dict)
     signum: int | None = None  # the signal that ended it early, or None
     model: Path | None = None  # directory of the trained model; None if the run ended early
+    written: str = ""  # dtype of the model's files, and the trained dtype if it is another
 
 
 def check_resumable(config: SupervisedConfig, *, fork: str | None) -> Fork | None:
@@ -130,7 +139,15 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
             directory / "checkpoints", keep=kept.keep, keep_best=kept.keep_best
         )
         with closing(checkpoints):
-            notes = (*repaired, change, attention, *task.notes)
+            first = first_lines(
+                config,
+                setup.model,
+                specs=setup.specs,
+                devices=attention,
+                lengths=task.lengths,
+                held_out=len(task.held_out),
+            )
+            notes = (*repaired, *first, change, *task.notes)
             result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
         if result.step == config.train.steps:
             result.model = write_model(
@@ -141,7 +158,17 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
                 specs=setup.specs,
                 hosts=hosts,
             )
+            result.written = _written(config, setup.checkpoint)
         return result
+
+
+def _written(config: SupervisedConfig, source: Checkpoint) -> str:
+    """Describes the dtype of a run's model, and the way to the trained one if it is another."""
+    written, trained = model_dtype(config, source), config.precision.params
+    if config.lora.rank or written == trained:
+        return short_name(written)
+    again = f"jaxrl export {shlex.quote(config.run_dir)} OUT --dtype {short_name(trained)}"
+    return f"{short_name(written)}, as the model it started from; as trained: {again}"
 
 
 def _inputs(config: SupervisedConfig, task: Task) -> Iterator[Input]:
@@ -204,28 +231,34 @@ def _train(
             missing = gap(tracker.history, step=result.step, every=_LOG_EVERY)
         for note in filter(None, (*notes, missing)):
             tracker.note(note)
+        flags = flags_note(task.setup.layout.mesh.devices.flat[0])
+        for detail in filter(None, (*task.details, flags)):
+            tracker.detail(detail)
         log = _Log(task, tracker, result=result, precision=config.precision)
         if result.step == 0:
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
-        while not stopping:
-            minibatch = next_batch(config, task, position=result.position)
-            state, metrics = update(state, task.prepare(state.params, minibatch))
-            result.step += 1
-            result.position += config.train.batch_size
-            last = result.step == config.train.steps
-            signum = hosts.largest(interrupt.signum or 0)
-            stopping = last or signum > 0
-            log.count(minibatch)
-            if last or is_due(_LOG_EVERY, result.step):
-                log.training(state, metrics)
-            measured: Numbers = {}
-            if last or is_due(task.eval_every, result.step):
-                measured = log.held_out(state)
-            if stopping or is_due(config.checkpoint.every, result.step):
-                _save(checkpoints, state, result, metric=measured.get("accuracy"))
-            if stopping and not last:
-                result.signum = signum
+        shapes = (state, config.row_length, config.microbatch_rows)
+        with first_step(shapes, tracker=tracker, done=stopping) as first_step_done:
+            while not stopping:
+                minibatch = next_batch(config, task, position=result.position)
+                state, metrics = update(state, task.prepare(state.params, minibatch))
+                result.step += 1
+                result.position += config.train.batch_size
+                first_step_done()
+                last = result.step == config.train.steps
+                signum = hosts.largest(interrupt.signum or 0)
+                stopping = last or signum > 0
+                log.count(minibatch)
+                if last or is_due(_LOG_EVERY, result.step):
+                    log.training(state, metrics)
+                measured: Numbers = {}
+                if last or is_due(task.eval_every, result.step):
+                    measured = log.held_out(state)
+                if stopping or is_due(config.checkpoint.every, result.step):
+                    _save(checkpoints, state, result, metric=measured.get("accuracy"))
+                if stopping and not last:
+                    result.signum = signum
     return result, state.params
 
 
@@ -293,14 +326,10 @@ def end_notes(setup: Setup, rendering: Rendering) -> list[str]:
     return [] if note is None else [note]
 
 
-def look_notes(tokenizer: Tokenizer, lengths: Sequence[int], *, first: Rollout) -> list[str]:
-    """Returns lines about what the model reads: lengths in tokens, and a first row in which the
-    trained tokens are marked."""
-    shown = marked_text(tokenizer, first.prompt, first.completion)
-    return [
-        f"data.path, {length_line('rows', lengths)}",
-        f"the first, trained in ⟦ ⟧: {one_line(shown)}",
-    ]
+def look_notes(tokenizer: Tokenizer, rows: Sequence[Rollout]) -> list[str]:
+    """Returns a line with the first row, its trained tokens marked; none on processes without."""
+    shown = [marked_text(tokenizer, one.prompt, one.completion) for one in rows[:1]]
+    return [f"the first, trained in ⟦ ⟧: {one_line(text)}" for text in shown]
 
 
 def too_long_note(key: str, count: int, *, config: SupervisedConfig) -> list[str]:

@@ -86,19 +86,16 @@ def fit_pairs(
         pack=pack,
         measure=measured,
         held_out=held_out,
-        eval_every=config.eval.every,
-        notes=[
-            *_look(data.training.pairs, setup.checkpoint.tokenizer),
+        eval_every=config.eval.interval(config.train.steps) if data.held_out.pairs else 0,
+        lengths=[one.length for one in data.training.pairs],
+        details=[
+            *look_notes(setup.checkpoint.tokenizer, [p.chosen for p in data.training.pairs[:1]]),
             *end_notes(setup, rendering(config.data)),
+        ],
+        notes=[
             *too_long_note("data.path", data.training.too_long, config=config),
             *too_long_note("data.eval_path", data.held_out.too_long, config=config),
         ],
         **task,
     )
     return fit(config, made)
-
-
-def _look(pairs: Sequence[Pair], tokenizer: Tokenizer) -> list[str]:
-    """Returns lines about the pairs; none on processes without them."""
-    lengths = [one.length for one in pairs]
-    return look_notes(tokenizer, lengths, first=pairs[0].chosen) if pairs else []

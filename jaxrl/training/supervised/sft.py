@@ -72,10 +72,11 @@ def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
         rows=texts.sequences,
         pack=pack,
         fork=start,
-        notes=[
-            *_look(texts.sequences, checkpoint.tokenizer),
+        lengths=[one.length for one in texts.sequences],
+        notes=too_long_note("data.path", texts.too_long, config=config),
+        details=[
+            *look_notes(checkpoint.tokenizer, texts.sequences),
             *end_notes(setup, _rendering(config.data)),
-            *too_long_note("data.path", texts.too_long, config=config),
         ],
     )
     return fit(config, task)
@@ -130,12 +131,6 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
         )
     return Texts(short, too_long)
-
-
-def _look(sequences: Sequence[Rollout], tokenizer: Tokenizer) -> list[str]:
-    """Returns lines about the texts; none on processes without them."""
-    lengths = [one.length for one in sequences]
-    return look_notes(tokenizer, lengths, first=sequences[0]) if sequences else []
 
 
 def _rendering(config: SFTDataConfig) -> Rendering:
