@@ -10,10 +10,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, NonNegativeInt
 
 from jaxrl import data
 from jaxrl.builders.policy import open_policy
@@ -29,25 +27,12 @@ from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.huggingface import Checkpoint
 
 
-class GenerateSamplingConfig(SamplingConfig):
-    """Sampling parameters of completions, and their ends."""
-
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
-
-    top_k: NonNegativeInt = 0
-    """Keep this many most probable tokens; 0 keeps all."""
-
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less probable than this times the largest probability; 0 drops none."""
-
-
 class GenerateConfig(BaseConfig):
     """Sampling from a checkpoint."""
 
     model: ModelConfig
     prompt: PromptConfig = PromptConfig()
-    sampling: GenerateSamplingConfig = GenerateSamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
 
 
@@ -79,9 +64,6 @@ def main(argv: Sequence[str]) -> int:
         sampling_params(c, checkpoint, seed=config.seed),
         max_tokens=min(c.max_tokens, positions - longest),
         temperature=0.0 if arguments.greedy else c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        min_p=c.min_p,
     )
     needs = SamplerNeeds(
         longest + sampling.max_tokens,

@@ -192,6 +192,12 @@ def _algorithm(c: Config) -> Iterator[str]:
             "policy's own routing; set critic.trunk = 'own', or leave train.replay_routing out"
         )
 
+    if c.train.gate and c.optimizer.offload:
+        yield (
+            "train.gate compares two states, and optimizer.offload = true keeps the moments in "
+            "host memory: leave one of the two out"
+        )
+
 
 def _sampling(c: Config) -> Iterator[str]:
     shared = c.sampler.name != "vllm" and not c.sampler.devices
@@ -215,6 +221,8 @@ def _sampling(c: Config) -> Iterator[str]:
             "train.replay_routing needs a sampler that reports the experts of each token, and "
             "sampler.name = 'vllm_tpu' serves only models without experts; leave it out"
         )
+    if c.sampling.truncated:
+        yield from _truncation(c)
     if c.precision.latent == "sampler" and c.sampler.name != "embedded":
         yield (
             f"precision = {c.precision.text!r}: latent=sampler applies to sampler.name = "
@@ -229,6 +237,23 @@ def _sampling(c: Config) -> Iterator[str]:
         yield (
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens only at a temperature of 1; leave one of the two out"
+        )
+
+
+def _truncation(c: Config) -> Iterator[str]:
+    key = "sampling.top_p, top_k or min_p"
+    records = f"{key} needs a sampler that reports the tokens it keeps, which"
+    if c.sampler.name == "vllm_tpu":
+        yield f"{records} sampler.name = 'vllm_tpu' does not; leave it out"
+    if c.sampler.name == "vllm" and not c.sampler.url and c.sampler.device == "cpu":
+        yield (
+            f"{records} vLLM's CPU build cannot (its newer model runner needs Triton); set "
+            "sampler.device = 'cuda' or sampler.name = 'embedded', or leave it out"
+        )
+    if c.probe.replay:
+        yield (
+            f"probe.replay and {key}: vLLM scores given tokens only over the whole vocabulary; "
+            "leave one of the two out"
         )
 
 

@@ -98,13 +98,15 @@ INEXACT = {
 }
 
 
-def sampled(model, params, precision, *, max_batch=64, prompts=4, lengths=(3, 40)):
+def sampled(model, params, precision, *, max_batch=64, prompts=4, lengths=(3, 40), **truncated):
     rng = np.random.default_rng(0)
     contexts = [
         rng.integers(2, 256, rng.integers(*lengths)).astype(np.int32) for _ in range(prompts)
     ]
-    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=max_batch)
-    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
+    sampler = EmbeddedSampler(
+        model, params, precision=precision, max_batch=max_batch, record_kept=True
+    )
+    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1, **truncated)
     completions = sampler.sample(contexts, settings, group_size=2)
     return [
         as_rollout(c, contexts[c.prompt_index], group=c.prompt_index)
@@ -184,6 +186,20 @@ def test_with_fixed_sums_every_token_is_equal(family, name):
     precision = dataclasses.replace(parse(name), sums="fixed")
     rollouts = rollouts_of(family, precision)
     assert not differences(model, params, precision, rollouts).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "truncated"),
+    [(name, {"top_p": 0.95, "top_k": 32}) for name in BOUNDS]
+    + [("bf16_master", {"min_p": 0.1, "top_k": 5})],
+)
+def test_truncated_sampling_stays_exact(name, truncated):
+    model, params = a_model("qwen3")
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    rollouts = sampled(model, params, precision, **truncated)
+    assert not differences(model, params, precision, rollouts).any()
+    whole = [r._replace(kept=None) for r in rollouts]
+    assert np.abs(differences(model, params, precision, whole)).mean() > 0.01
 
 
 def test_fixed_sums_ignore_batch_and_packing():
