@@ -127,11 +127,6 @@ def _fixed_sums(c: Config) -> Iterator[str]:
         yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
     if (difference := disagreement(c.precision)) is not None:
         yield f"{key}, but {difference}"
-    if c.lora.rank:
-        yield (
-            f"{key} and lora.rank = {c.lora.rank}: the sampler computes with merged weights, the "
-            "learner with the adapters beside them; leave one of them out"
-        )
     if any(size > 1 for name, size in c.mesh.sizes.items() if name != "data"):
         yield (
             f"{key}, but [mesh] divides the sums of one sequence over devices; use mesh.data alone"

@@ -121,7 +121,10 @@ def make_learner(
         _check(minibatch, state.params, objective.needs)
         before: Metrics = {}
         if objective.whole:
-            weights = constrain(cast(state.params, precision.compute))
+            used = lora.as_computed(state.params, precision)
+            weights = (constrain_merged if precision.sums == "fixed" else constrain)(
+                cast(used, precision.compute)
+            )
             scores = _with_given(forward(weights, minibatch), survey_needs, minibatch)
             if Need.SHADOW in survey_needs:
                 scores = replace(scores, shadow=as_sampled(published(state.params), minibatch))
