@@ -26,7 +26,15 @@ from jaxrl.core import (
     most_rows,
 )
 from jaxrl.diagnostics import make_drift
-from jaxrl.learner import ActorCritic, Learner, State, make_learner, make_score, reporting_publish
+from jaxrl.learner import (
+    ActorCritic,
+    Learner,
+    State,
+    gated,
+    make_learner,
+    make_score,
+    reporting_publish,
+)
 from jaxrl.losses import Need, Objective, Recipe
 from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
 from jaxrl.sharding import Layout
@@ -195,6 +203,7 @@ def step_minibatch(
         scores=given_scores(recipe, updates=config.train.updates_per_rollout),
         coefficients=recipe.controllers,
         experts=recorded_experts(config, sizes),
+        kept=config.sampling.truncated,
     )
 
 
@@ -262,6 +271,8 @@ def build_learner(
         precision=config.precision,
         param_shardings=layout.constraints(specs),
     )
+    if config.train.gate:
+        learner = learner._replace(step=gated(learner))
     if not config.lora.rank or config.lora.publish == "adapters":
         step = reporting_publish(
             learner.step, params_of=lambda state: state.params, precision=config.precision

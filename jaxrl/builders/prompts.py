@@ -1,15 +1,17 @@
 """Loads prompts and builds sampling parameters from a config."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 
 from jaxrl import data
 from jaxrl.config.data import DataConfig, PromptConfig
 from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
+from jaxrl.core import most_kept
 from jaxrl.data import Prompts, Rendering, Row, Tokenizer
 from jaxrl.environments import Tool
 from jaxrl.huggingface import Checkpoint
-from jaxrl.sampling import SamplingParams, StopTexts
+from jaxrl.sampling import SamplingParams, StopTexts, check_recorded
 
 
 def rendering(config: PromptConfig) -> Rendering:
@@ -48,7 +50,28 @@ def sampling_params(config: SamplingConfig, checkpoint: Checkpoint, *, seed: int
     return SamplingParams(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
         stop=tuple((end,) for end in checkpoint.end_ids),
         stop_texts=StopTexts(checkpoint.tokenizer, config.stop) if config.stop else None,
         seed=seed,
     )
+
+
+def training_params(config: SamplingConfig, checkpoint: Checkpoint, *, seed: int) -> SamplingParams:
+    """Builds the parameters that rollouts are sampled with: truncated sampling keeps at most as
+    many tokens as a record names, because the learner normalises over them.
+
+    Raises:
+      ValueError: if `sampling.top_k` is larger.
+    """
+    params = sampling_params(config, checkpoint, seed=seed)
+    vocab_size = checkpoint.config.vocab_size
+    if params.truncated and not params.top_k:
+        params = dataclasses.replace(params, top_k=most_kept(vocab_size))
+    try:
+        check_recorded(params, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"[sampling] {error}, or leave it out") from None
+    return params

@@ -45,6 +45,7 @@ class SamplerNeeds(NamedTuple):
     max_batch: int  # completions that a sampler in this process decodes at once
     adapters: Adapters | None = None  # given if servers receive adapters instead of whole weights
     record_experts: bool = False  # completions name the experts of each token
+    record_kept: bool = False  # completions name the tokens that truncated sampling kept
     completions: int = 1  # requested at the same time
 
 
@@ -145,6 +146,7 @@ def _open_client(
                 max_lora_rank=0 if needs.adapters is None else needs.adapters.specs.rank,
                 record_experts=needs.record_experts,
                 sleep=config.sleep,
+                record_kept=needs.record_kept,
                 api_key=key,
             )
             urls = (stack.enter_context(starting).wait().url,)
@@ -160,9 +162,16 @@ def _open_client(
             timeout=config.timeout,
             headers=headers(key),
             routed_layers=weights.model.config.routed_layers if needs.record_experts else 0,
+            record_kept=needs.record_kept,
         )
         client, check = (StockSampler if stock else VllmSampler)(urls, **settings), None
         stack.callback(client.close)
+        if stock and needs.record_kept:
+            raise ValueError(
+                f"{', '.join(urls)}: without jaxrl's engine a server does not report the tokens "
+                "that sampling.top_p, top_k or min_p keeps; leave these keys out, or start it with "
+                "jaxrl serve"
+            )
         if stock:
             named = [StockServer(url, timeout=config.timeout, api_key=key) for url in urls]
             connect = functools.partial(StockSampler, **settings)
@@ -205,6 +214,7 @@ def _embedded(
         max_batch=needs.max_batch,
         layout=own if placed else None,
         record_experts=needs.record_experts,
+        record_kept=needs.record_kept,
     )
     numbers: dict[str, float] = {}
     if several and not config.devices:

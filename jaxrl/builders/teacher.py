@@ -77,8 +77,9 @@ def score_completions(
 ) -> list[np.ndarray]:
     """Scores completions with a compiled model: f32[C] for each, 0 where the policy did not choose
     the token."""
-    # A teacher does not have the policy's experts.
-    rollouts = [r._replace(experts=None) for r in rollouts]
+    # A teacher does not have the policy's experts, and judges as a server does: by its whole
+    # distribution.
+    rollouts = [r._replace(experts=None, kept=None) for r in rollouts]
     most, found = shape.max_rows or len(rollouts), list[np.ndarray]()
     for first in range(0, len(rollouts), most):
         some = rollouts[first : first + most]

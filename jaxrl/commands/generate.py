@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from jaxrl import data
 from jaxrl.builders.policy import open_policy
@@ -33,19 +33,6 @@ from jaxrl.config.section import Section
 from jaxrl.config.tables import BaseConfig, ModelConfig
 from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import Completion
-
-
-class GenerateSamplingConfig(SamplingConfig):
-    """Sampling parameters of completions, and their ends."""
-
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
-
-    top_k: NonNegativeInt = 0
-    """Keep this many most probable tokens; 0 keeps all."""
-
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less probable than this times the largest probability; 0 drops none."""
 
 
 class GenerateDataConfig(Section):
@@ -68,7 +55,7 @@ class GenerateConfig(BaseConfig):
     model: ModelConfig
     data: GenerateDataConfig = GenerateDataConfig()
     prompt: PromptConfig = PromptConfig()
-    sampling: GenerateSamplingConfig = GenerateSamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()
     sampler: SamplerConfig = SamplerConfig()
 
 
@@ -120,9 +107,6 @@ def main(argv: Sequence[str]) -> int:
         sampling_params(c, checkpoint, seed=config.seed),
         max_tokens=min(c.max_tokens, positions - longest),
         temperature=0.0 if arguments.greedy else c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        min_p=c.min_p,
     )
     needs = SamplerNeeds(
         longest + sampling.max_tokens,

@@ -75,6 +75,11 @@ class TrainConfig(Section):
     packing: bool = True
     """Pack several sequences into a row; a group shares its prompt if attention supports it."""
 
+    gate: bool = False
+    """Take an optimizer step only if the sampler's policy does not get worse by it (MIPU): the
+    estimate of its reward on the mini-batch, in its dtypes, must not fall. Costs two forward
+    passes and a copy of weights and moments; `update/rejected` is the share of refused steps."""
+
     replay_routing: bool = False
     """Routing replay, for mixtures of experts: the learner sends each token to the experts that the
     sampler used. The routers are still trained. vLLM reports them on GPUs only."""

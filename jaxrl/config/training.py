@@ -181,11 +181,6 @@ def _fixed_sums(c: Config) -> Iterator[str]:
         yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
     if (difference := disagreement(c.precision)) is not None:
         yield f"{key}, but {difference}"
-    if c.lora.rank:
-        yield (
-            f"{key} and lora.rank = {c.lora.rank}: the sampler computes with merged weights, the "
-            "learner with the adapters beside them; leave one of them out"
-        )
     for table, mesh in {"mesh": c.mesh, **c.own_meshes}.items():
         if any(size > 1 for name, size in mesh.sizes.items() if name != "data"):
             yield (
@@ -248,6 +243,12 @@ def _algorithm(c: Config) -> Iterator[str]:
             "policy's own routing; set critic.trunk = 'own', or leave train.replay_routing out"
         )
 
+    if c.train.gate and c.optimizer.offload:
+        yield (
+            "train.gate compares two states, and optimizer.offload = true keeps the moments in "
+            "host memory: leave one of the two out"
+        )
+
 
 def _sampling(c: Config) -> Iterator[str]:
     shared = c.sampler.name != "vllm" and not c.sampler.devices
@@ -273,6 +274,8 @@ def _sampling(c: Config) -> Iterator[str]:
             "train.replay_routing needs a sampler that reports the experts of each token, and "
             "sampler.name = 'vllm_tpu' serves only models without experts; leave it out"
         )
+    if c.sampling.truncated:
+        yield from _truncation(c)
     if c.precision.latent == "sampler" and c.sampler.name != "embedded":
         yield (
             f"precision = {c.precision.text!r}: latent=sampler applies to sampler.name = "
@@ -287,6 +290,23 @@ def _sampling(c: Config) -> Iterator[str]:
         yield (
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens only at a temperature of 1; leave one of the two out"
+        )
+
+
+def _truncation(c: Config) -> Iterator[str]:
+    key = "sampling.top_p, top_k or min_p"
+    records = f"{key} needs a sampler that reports the tokens it keeps, which"
+    if c.sampler.name == "vllm_tpu":
+        yield f"{records} sampler.name = 'vllm_tpu' does not; leave it out"
+    if c.sampler.name == "vllm" and not c.sampler.url and c.sampler.device == "cpu":
+        yield (
+            f"{records} vLLM's CPU build cannot (its newer model runner needs Triton); set "
+            "sampler.device = 'cuda' or sampler.name = 'embedded', or leave it out"
+        )
+    if c.probe.replay:
+        yield (
+            f"probe.replay and {key}: vLLM scores given tokens only over the whole vocabulary; "
+            "leave one of the two out"
         )
 
 

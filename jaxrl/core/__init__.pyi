@@ -26,6 +26,7 @@ from .files import (
     write_whole as write_whole,
 )
 from .hosts import Hosts as Hosts, ReportedError as ReportedError, report as report
+from .kept import Kept as Kept, most_kept as most_kept
 from .loss_scale import LossScale as LossScale, LossScaleSpec as LossScaleSpec
 from .metrics import (
     Latest as Latest,

@@ -34,7 +34,8 @@ class Rollout(NamedTuple):
     the token; a token that the policy did not choose has the version of the token before it.
     `experts` are the sampler's routing of the first N tokens of prompt and completion, usually all
     but the last; None if it was not recorded. `teacher` are log-probs under a teacher, NaN where it
-    gave none; None without a teacher.
+    gave none; None without a teacher. `kept` are the tokens that truncated sampling kept, records
+    of `core.kept`; None if nothing was truncated.
     """
 
     prompt: np.ndarray  # i32[P], token ids
@@ -49,6 +50,7 @@ class Rollout(NamedTuple):
     episode: Episode | None = None  # None for a single turn without an environment
     experts: np.ndarray | None = None  # [N, L, k]
     teacher: np.ndarray | None = None  # f32[C]
+    kept: np.ndarray | None = None  # u8[C, 32]
 
     @property
     def length(self) -> int:
@@ -102,6 +104,9 @@ class TokenBatch:
     # i32[B, T], where sequences share prefixes: index in the row after the last token that sees
     # this one. A shared token belongs to the first of its sequences; see `prefixes`.
     seen_until: jax.Array | None = None
+    # u8[B, T, 32], the tokens that truncated sampling kept, see `core.kept`. Log-probs of tokens
+    # that the policy chose are normalised over them.
+    kept: jax.Array | None = None
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:
@@ -162,8 +167,8 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
 def from_json(content: Mapping[str, Any]) -> Rollout:
     """Inverts `to_json`."""
     fields = dict(content)
-    arrays = ("prompt", "completion", "logprobs", "action_mask", "version", "experts", "teacher")
-    for name in arrays:
+    arrays = ("prompt", "completion", "logprobs", "action_mask", "version")
+    for name in (*arrays, "experts", "teacher", "kept"):
         if fields.get(name) is not None:
             dtype, data, *rest = fields[name]
             fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)

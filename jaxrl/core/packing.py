@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
+from jaxrl.core.kept import RECORD
 from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until, shared_prefix
 from jaxrl.sharding.transfer import place
 
@@ -109,6 +110,7 @@ def abstract_minibatch(
     scores: Collection[str] = (),
     coefficients: Collection[str] = (),
     experts: tuple[int, int] | None = None,
+    kept: bool = False,
 ) -> Minibatch:
     """Describes the minibatches of a shape: their arrays' shapes, dtypes and shardings.
 
@@ -118,6 +120,7 @@ def abstract_minibatch(
       scores: "anchor", "reference", both or neither.
       coefficients: names of the terms that controllers steer.
       experts: (routed layers, experts per token) if the batch records experts.
+      kept: True if the batch records the tokens that truncated sampling kept.
 
     Raises:
       ValueError: if the shape does not bound its rows.
@@ -131,10 +134,8 @@ def abstract_minibatch(
         whole = (rows, shape.row_length, *array.more)
         return jax.ShapeDtypeStruct(whole, array.dtype, sharding=shape.sharding)
 
-    arrays: dict[str, Any] = {
-        name: described(array)
-        for name, array in _arrays(targets, shared=shape.align.shared, experts=experts).items()
-    }
+    more: Any = {"shared": shape.align.shared, "experts": experts, "kept": kept}
+    arrays: dict[str, Any] = {n: described(a) for n, a in _arrays(targets, **more).items()}
     score: Any = described(_SCORE)
     used: Any = jax.ShapeDtypeStruct((), jnp.int32)
     return Minibatch(
@@ -281,12 +282,13 @@ def pack(
         raise ValueError(
             f"{len(advantages)} advantages for {len(rollouts)} rollouts; give one for each"
         )
+    kept = any(r.kept is not None for r in rollouts)
     for r, members in enumerate(rows):
         used = max((span.end for span in _spans(rollouts, members, align)), default=0)
         if used > row_length:
             raise ValueError(f"row {r} is given {used} tokens but holds only {row_length}")
         for i in members:
-            _check_rollout(rollouts[i], index=i)
+            _check_rollout(rollouts[i], index=i, kept=kept)
     targets: dict[str, Any] = {"values": values, "returns": returns}
     targets = {name: found for name, found in targets.items() if found is not None}
     given = targets | {
@@ -298,7 +300,7 @@ def pack(
     sent = next((r.experts.shape[1:] for r in rollouts if r.experts is not None), None)
     arrays: dict[str, Any] = {
         name: np.full((len(rows), row_length, *array.more), array.fill, array.dtype)
-        for name, array in _arrays(targets, shared=align.shared, experts=sent).items()
+        for name, array in _arrays(targets, shared=align.shared, experts=sent, kept=kept).items()
     }
     for r, members in enumerate(rows):
         spans = _spans(rollouts, members, align)
@@ -313,6 +315,8 @@ def pack(
             for name, of_rollouts in given.items():
                 # 0 where the policy did not choose: 0 x NaN must not reach a gradient.
                 arrays[name][r, completion] = np.where(rollout.action_mask, of_rollouts[i], 0)
+            if rollout.kept is not None:
+                arrays["kept"][r, completion] = rollout.kept
             if rollout.experts is not None:
                 recorded = rollout.experts[span.skip :]
                 arrays["experts"][r, span.start : span.start + len(recorded)] = recorded
@@ -333,7 +337,7 @@ _INDEX, _SCORE = _Array(np.int32), _Array(np.float32)
 
 
 def _arrays(
-    targets: Collection[str], *, shared: bool, experts: tuple[int, ...] | None
+    targets: Collection[str], *, shared: bool, experts: tuple[int, ...] | None, kept: bool
 ) -> dict[str, _Array]:
     """Lists the arrays of a packed batch, with the critic's `targets`."""
     scores = ("sampler_logprobs", "advantages", "rewards", *targets)
@@ -344,10 +348,12 @@ def _arrays(
     if experts is not None:
         # -1: not reported by the sampler, so the learner routes the token itself.
         arrays["experts"] = _Array(np.int16, -1, experts)
+    if kept:
+        arrays["kept"] = _Array(np.uint8, 0, (RECORD,))
     return arrays
 
 
-def _check_rollout(rollout: Rollout, *, index: int) -> None:
+def _check_rollout(rollout: Rollout, *, index: int, kept: bool) -> None:
     if not len(rollout.prompt):
         raise ValueError(f"rollout {index} has an empty prompt: begin it with a BOS or EOS token")
     for name in ("logprobs", "action_mask", "version"):
@@ -356,6 +362,11 @@ def _check_rollout(rollout: Rollout, *, index: int) -> None:
                 f"rollout {index}: {name} has {len(getattr(rollout, name))} entries for "
                 f"{len(rollout.completion)} completion tokens"
             )
+    if kept and rollout.kept is None and rollout.action_mask.any():
+        raise ValueError(
+            f"rollout {index}: kept is None, but others of the minibatch record the tokens that "
+            "truncated sampling kept; sample all of them with a sampler that records them"
+        )
     if rollout.experts is not None and len(rollout.experts) > rollout.length:
         raise ValueError(
             f"rollout {index}: experts has {len(rollout.experts)} entries for {rollout.length} "

@@ -13,6 +13,7 @@ from .checkpoints import (
     Restored as Restored,
 )
 from .critic import CriticLearner as CriticLearner, make_critic as make_critic
+from .gate import gated as gated
 from .minibatches import minibatch as minibatch
 from .optimizers import (
     OptimizerName as OptimizerName,

@@ -16,6 +16,7 @@ import optax
 
 from jaxrl.core.batch import Minibatch, TokenBatch, observed
 from jaxrl.core.casts import as_served, cast
+from jaxrl.core.kept import Kept
 from jaxrl.core.metrics import Metrics
 from jaxrl.core.precision import Precision, sampler_precision
 from jaxrl.learner.update import LearnerState, by_microbatch, constrainer, make_forward, make_update
@@ -41,7 +42,8 @@ class Learner(NamedTuple):
       score: (params, minibatch) -> f32[N, T] log-probs of the action tokens, without gradient,
         computed as in `step`. Used for anchor and reference scores. If the batch records the
         experts of its tokens, all functions replay the recorded choice; the routing weights are
-        the router's own.
+        the router's own. If it records the tokens that truncated sampling kept, all log-probs and
+        entropies are of the distributions over these tokens alone.
       shadow_scores: (params, minibatch) -> (log-probs as `score`, but of the published weights in
         the sampler's dtypes; entropies of the same distributions in nats), each f32[N, T].
       energies: (params, minibatch) -> f32[N, T], the squared norm of the gradient of each token's
@@ -119,7 +121,10 @@ def make_learner(
         _check(minibatch, state.params, objective.needs)
         before: Metrics = {}
         if objective.whole:
-            weights = constrain(cast(state.params, precision.compute))
+            used = lora.as_computed(state.params, precision)
+            weights = (constrain_merged if precision.sums == "fixed" else constrain)(
+                cast(used, precision.compute)
+            )
             scores = _with_given(forward(weights, minibatch), survey_needs, minibatch)
             if Need.SHADOW in survey_needs:
                 scores = replace(scores, shadow=as_sampled(published(state.params), minibatch))
@@ -198,15 +203,16 @@ def _forward(
     written = observed(batch) if Need.OBSERVED in needs else None
     mask = batch.action_mask if written is None else batch.action_mask | written
     tokens = (hidden, model.gathered_head(weights), batch.tokens, mask)
+    kept = None if batch.kept is None else Kept(batch.kept, batch.action_mask)
     entropy, head = None, precision.inside("head")
     if Need.ENTROPY in needs:
-        pi, entropy = token_logprobs_and_entropy(*tokens, precision=head)
+        pi, entropy = token_logprobs_and_entropy(*tokens, precision=head, kept=kept)
     else:
-        pi = token_logprobs(*tokens, precision=head)
+        pi = token_logprobs(*tokens, precision=head, kept=kept)
     values = expected = None
     if other is not None:
         own = Distributions(hidden, tokens[1], head)
-        expected = expected_logprobs(own, other, batch.action_mask)
+        expected = expected_logprobs(own, other, batch.action_mask, kept=batch.kept)
     if Need.VALUES in needs:
         values = token_values(hidden, weights[VALUE_HEAD], batch, precision=precision)
     return Scores(
@@ -253,7 +259,7 @@ def _energies(
 
 def _check(minibatch: Minibatch, params: Any, needs: frozenset[Need]) -> None:
     chex.assert_rank(minibatch.batch.tokens, 2)
-    flat = replace(minibatch.batch, experts=None)
+    flat = replace(minibatch.batch, experts=None, kept=None)
     chex.assert_equal_shape(jax.tree.leaves((flat, minibatch.anchor, minibatch.reference)))
     chex.assert_equal_shape_prefix(jax.tree.leaves(minibatch.batch), 2)
     if Need.VALUES in needs and VALUE_HEAD not in params:

@@ -88,14 +88,16 @@ def make_update(
         None on a single device.
     """
     precision = Precision.of(precision)
-    constrain = constrainer(param_shardings)
-    constrain_trained = constrainer(lora.trainable(param_shardings))
+    constrain, constrain_trained = (
+        constrainer(part(_shardings(param_shardings, precision)))
+        for part in (lambda tree: tree, lora.trainable)
+    )
 
     def step(
         state: LearnerState, minibatch: Minibatch, total: Total, *, denominator: jax.Array
     ) -> tuple[LearnerState, Metrics]:
         denominator = jnp.where(denominator > 0, denominator, 1.0)
-        weights = constrain(cast(state.params, precision.compute))
+        weights = constrain(cast(lora.as_computed(state.params, precision), precision.compute))
 
         def scaled_loss(trained: Params, rows: Minibatch) -> tuple[jax.Array, Any]:
             value, metrics = total(lora.with_trainable(weights, trained), rows)
@@ -115,6 +117,8 @@ def make_update(
         rows = dataclasses.replace(minibatch, microbatches=None)
         grads, (value, metrics) = summed(lora.trainable(weights), rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
+        if precision.sums == "fixed":
+            grads = lora.of_adapters(state.params, grads)
         grad_norm = optax.tree.norm(grads)
         new_state, lost = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
         # A step that changes a shape or dtype of its state would recompile at the next call.
@@ -145,11 +149,12 @@ def make_forward(
 ) -> Callable[[Params, Minibatch], Rows]:
     """Wraps `fn` as `by_microbatch` does, and casts the parameters of a state to the weights that
     `fn` takes. For the other arguments see `make_update`."""
-    constrain = constrainer(param_shardings)
+    constrain = constrainer(_shardings(param_shardings, precision))
     rows = by_microbatch(fn)
 
     def score(params: Params, minibatch: Minibatch) -> Rows:
-        return rows(constrain(cast(params, precision.compute)), minibatch)
+        used = lora.as_computed(params, precision)
+        return rows(constrain(cast(used, precision.compute)), minibatch)
 
     return score
 
@@ -186,6 +191,11 @@ def constrainer(shardings: Any) -> Callable[[Params], Params]:
     if shardings is None:
         return lambda tree: tree
     return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
+
+
+def _shardings(shardings: Any, precision: Precision) -> Any:
+    """Returns the shardings of `lora.as_computed`."""
+    return lora.frozen(shardings) if precision.sums == "fixed" else shardings
 
 
 def _apply(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.kept import among, decode
 from jaxrl.core.precision import Precision
 from jaxrl.models.logprobs import Head, rounded_logits, tempered
 from jaxrl.models.products import matmul
@@ -22,13 +23,17 @@ class Distributions(NamedTuple):
     precision: Precision
 
 
-def expected_logprobs(own: Distributions, other: Distributions, mask: jax.Array) -> jax.Array:
+def expected_logprobs(
+    own: Distributions, other: Distributions, mask: jax.Array, *, kept: jax.Array | None = None
+) -> jax.Array:
     """Computes the sum over the vocabulary of q(v) log p(v), p of `own` and q of `other`.
 
     Args:
       own: differentiable.
       other: without gradient.
       mask: bool[B, T], the tokens before which it is computed.
+      kept: u8[B, T, 32], records of the tokens that truncated sampling kept (`core.kept`); both
+        distributions are over them alone. None is the whole vocabulary.
 
     Returns:
       f32[B, T], in nats; entry t belongs to the distributions of token t, given the tokens before
@@ -48,14 +53,17 @@ def expected_logprobs(own: Distributions, other: Distributions, mask: jax.Array)
     rows = [jnp.where(mask[:, :, None], jnp.roll(one.hidden, 1, axis=1), 0) for one in (own, other)]
 
     @jax.checkpoint
-    def mean(scanned: tuple[jax.Array, jax.Array]) -> jax.Array:
-        mine, theirs = (
-            jax.nn.log_softmax(_logits(x, one), axis=-1)
-            for x, one in zip(scanned, (own, other), strict=True)
-        )
+    def mean(scanned: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        *states, records = scanned
+        logits = [_logits(x, one) for x, one in zip(states, (own, other), strict=True)]
+        if records is not None:
+            vocab_size = logits[0].shape[-1]
+            within = among(decode(records, vocab_size), jnp.arange(vocab_size))
+            logits = [jnp.where(within, z, jnp.finfo(z.dtype).min) for z in logits]
+        mine, theirs = (jax.nn.log_softmax(z, axis=-1) for z in logits)
         return jnp.sum(jnp.exp(lax.stop_gradient(theirs)) * mine, axis=-1)
 
-    found = lax.map(mean, tuple(map(chunks, rows)))
+    found = lax.map(mean, (*map(chunks, rows), None if kept is None else chunks(kept)))
     found = found.swapaxes(0, 1).reshape(len(mask), -1)[:, :length]
     return jnp.where(mask, found, 0)
 

@@ -9,7 +9,7 @@ padding.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -17,10 +17,12 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
 from jaxrl.models.layers import Constrain, identity
 from jaxrl.models.products import product, summed_in, transposed_product
+from jaxrl.models.slots import Allowed, chunk_of, make_slots, put, take
 
 
 class Chunk(NamedTuple):
@@ -72,6 +74,7 @@ def token_logprobs(
     *,
     precision: Precision | str,
     chunk: Chunk = DEFAULT_CHUNK,
+    kept: Kept | None = None,
 ) -> jax.Array:
     """Computes the log-probability of each token given the tokens before it.
 
@@ -83,6 +86,8 @@ def token_logprobs(
       precision: products have operands in `compute`; logits and result are rounded to `logits`.
         Sums over the vocabulary are in f32 or wider.
       chunk: affects memory and speed; the result changes by rounding only.
+      kept: the tokens that truncated sampling kept; those drawn among them are scored by the
+        distribution over them alone. None is the whole vocabulary.
 
     Returns:
       f32[B, T] (f64 if `precision.logits` is): entry t is log p(tokens[:, t] | tokens[:, :t]).
@@ -93,7 +98,7 @@ def token_logprobs(
       ValueError: if the temperature or a chunk size is not positive.
     """
     plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
-    return _token_scores(hidden, head, tokens, mask, plan)[0]
+    return _token_scores(hidden, head, tokens, mask, plan, kept)[0]
 
 
 def token_logprobs_and_entropy(
@@ -104,6 +109,7 @@ def token_logprobs_and_entropy(
     *,
     precision: Precision | str,
     chunk: Chunk = DEFAULT_CHUNK,
+    kept: Kept | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `token_logprobs` and the entropy of the same distributions.
 
@@ -111,7 +117,7 @@ def token_logprobs_and_entropy(
     shape, dtype and mask of the log-probs and is differentiable, too.
     """
     plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk, entropy=True)
-    return _token_scores(hidden, head, tokens, mask, plan)
+    return _token_scores(hidden, head, tokens, mask, plan, kept)
 
 
 def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -161,17 +167,6 @@ class _Plan:
         return -(-self.vocab_size // self.vocab_chunks)
 
 
-class _Slots(NamedTuple):
-    """Scored tokens compacted to the front of each row: slot s holds the s-th scored token."""
-
-    entry: jax.Array  # i32[B, S], index of the slot's token in its row; 0 after the last one
-    target: jax.Array  # i32[B, S], the token
-    count: jax.Array  # i32[B], slots in use
-    trips: jax.Array  # i32[], chunks until the fullest row is done
-    slot: jax.Array  # i32[B, T], the inverse of `entry`
-    scored: jax.Array  # bool[B, T]
-
-
 def _plan(
     length: int, head: Head, *, precision: Precision | str, chunk: Chunk, entropy: bool = False
 ) -> _Plan:
@@ -186,7 +181,12 @@ def _plan(
 
 
 def _token_scores(
-    hidden: jax.Array, head: Head, tokens: jax.Array, mask: jax.Array, plan: _Plan
+    hidden: jax.Array,
+    head: Head,
+    tokens: jax.Array,
+    mask: jax.Array,
+    plan: _Plan,
+    kept: Kept | None,
 ) -> tuple[jax.Array, jax.Array]:
     chex.assert_rank([hidden, head.weights], [3, 2])
     chex.assert_equal_shape([tokens, mask])
@@ -194,7 +194,9 @@ def _token_scores(
     if not isinstance(head.temperature, jax.core.Tracer) and not head.temperature > 0:
         raise ValueError(f"temperature={head.temperature} must be positive")
     temperature = lax.stop_gradient(jnp.asarray(head.temperature, plan.stats))
-    slots = _slots(tokens, mask, positions=plan.positions)
+    slots = make_slots(
+        tokens, mask, positions=plan.positions, kept=kept, vocab_size=plan.vocab_size
+    )
     return _scores(plan, hidden, head.weights, slots, temperature)
 
 
@@ -205,22 +207,6 @@ def _vocab_chunks(vocab_size: int, most: int) -> int:
     return next((n for n in range(least, 2 * least) if vocab_size % n == 0), least)
 
 
-def _slots(tokens: jax.Array, mask: jax.Array, *, positions: int) -> _Slots:
-    # Per row, so that nothing moves between devices that hold different rows.
-    scored = mask.astype(bool).at[:, 0].set(False)
-    count = jnp.sum(scored, axis=1, dtype=jnp.int32)
-    padding = -tokens.shape[1] % positions
-    entry = jnp.pad(jnp.argsort(~scored, axis=1, stable=True), ((0, 0), (0, padding)))
-    return _Slots(
-        entry=entry.astype(jnp.int32),
-        target=jnp.take_along_axis(tokens, entry, axis=1),
-        count=count,
-        trips=-(-jnp.max(count) // positions),
-        slot=jnp.maximum(jnp.cumsum(scored, axis=1, dtype=jnp.int32) - 1, 0),
-        scored=scored,
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(plan, hidden, unembedding, slots, temperature):
     return _scores_forward(plan, hidden, unembedding, slots, temperature)[0]
@@ -229,13 +215,14 @@ def _scores(plan, hidden, unembedding, slots, temperature):
 def _scores_forward(plan, hidden, unembedding, slots, temperature):
     """Returns (log-probs, entropy) and the residuals of the backward pass."""
     weights = _interleave(plan, unembedding)
+    sizes: Any = {"size": plan.positions, "dtype": plan.precision.compute}
 
     def per_chunk(i, filled):
-        h, target = _chunk(plan, hidden, slots, i)
+        h, target, allowed = chunk_of(hidden, slots, i, **sizes)
 
         def per_vocab_chunk(j, stats):
             top, total, moment, chosen = stats
-            z = _logits(plan, h, weights, j, temperature)
+            z = _logits(plan, h, weights, j, temperature, allowed)
             new_top, here = lax.platform_dependent(
                 z, top, cuda=_add_in_one_pass, rocm=_add_in_one_pass, default=_add
             )
@@ -256,7 +243,7 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
         log_total = jnp.log(total)
         # In this order rounding cannot push a log-prob above 0.
         values = (chosen - top - log_total, top + log_total, log_total - moment / total)
-        return tuple(_put(plan, x, value, i) for x, value in zip(filled, values, strict=True))
+        return tuple(put(x, value, i) for x, value in zip(filled, values, strict=True))
 
     empty = jnp.zeros(slots.entry.shape, plan.stats)
     logprobs, normaliser, entropy = lax.fori_loop(0, slots.trips, per_chunk, (empty,) * 3)
@@ -292,6 +279,7 @@ def _scores_backward(plan, residuals, cotangents):
     weights = _interleave(plan, unembedding)
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks
     parts, constrain = plan.rows.parts, plan.rows.constrain
+    sizes: Any = {"size": plan.positions, "dtype": plan.precision.compute}
     used = jnp.arange(slots.entry.shape[1])[None, :] < slots.count[:, None]
     by_logprob, by_entropy = (
         jnp.where(used, jnp.take_along_axis(g, slots.entry, axis=1), 0) / temperature
@@ -300,14 +288,15 @@ def _scores_backward(plan, residuals, cotangents):
 
     def per_chunk(i, gradients):
         d_hidden, d_weights = gradients
-        h, target = _chunk(plan, hidden, slots, i)
+        h, target, allowed = chunk_of(hidden, slots, i, **sizes)
         log_total, ent, g_logprob, g_entropy = (
-            _take(plan, x, i).reshape(-1, 1) for x in (normaliser, entropy, by_logprob, by_entropy)
+            take(x, i, size=plan.positions).reshape(-1, 1)
+            for x in (normaliser, entropy, by_logprob, by_entropy)
         )
 
         def per_vocab_chunk(j, gradients):
             d_h, d_weights = gradients
-            z = _logits(plan, h, weights, j, temperature)
+            z = _logits(plan, h, weights, j, temperature, allowed)
             logp = z - log_total
             per_p = g_logprob + g_entropy * (logp + ent) if plan.entropy else g_logprob
             chosen = target[:, None] == (columns + j)[None, :]
@@ -325,7 +314,7 @@ def _scores_backward(plan, residuals, cotangents):
 
         start = (jnp.zeros(h.shape, plan.precision.accumulate), d_weights)
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
-        return _put(plan, d_hidden, d_h, i), d_weights
+        return put(d_hidden, d_h, i), d_weights
 
     start = (
         jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype),
@@ -347,29 +336,6 @@ def _scores_backward(plan, residuals, cotangents):
 _scores.defvjp(_scores_forward, _scores_backward)
 
 
-def _take(plan: _Plan, values: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns chunk i of [B, S]: [B, positions]."""
-    return lax.dynamic_slice_in_dim(values, i * plan.positions, plan.positions, axis=1)
-
-
-def _put(plan: _Plan, array: jax.Array, values: jax.Array, i: jax.Array) -> jax.Array:
-    """Writes [B * positions, ...] to chunk i of [B, S, ...]."""
-    values = values.astype(array.dtype).reshape(array.shape[0], plan.positions, *array.shape[2:])
-    return lax.dynamic_update_slice_in_dim(array, values, i * plan.positions, axis=1)
-
-
-def _chunk(
-    plan: _Plan, hidden: jax.Array, slots: _Slots, i: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gathers hidden states [B * positions, D] and tokens [B * positions] of slot chunk i."""
-    at = jnp.maximum(_take(plan, slots.entry, i) - 1, 0)
-    used = i * plan.positions + jnp.arange(plan.positions)[None, :] < slots.count[:, None]
-    h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(plan.precision.compute)
-    # An unused slot reads a position outside the mask, which may hold any value.
-    h = jnp.where(used[:, :, None], h, 0)
-    return h.reshape(-1, hidden.shape[2]), _take(plan, slots.target, i).reshape(-1)
-
-
 def _interleave(plan: _Plan, unembedding: jax.Array) -> jax.Array:
     """Divides [V, D] into [vocab_chunks, chunk_size, D]. Column c of chunk j is entry
     c * vocab_chunks + j: every chunk has entries from the whole vocabulary, so that all devices
@@ -384,12 +350,15 @@ def _restore(plan: _Plan, chunks: jax.Array) -> jax.Array:
     return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[2])[: plan.vocab_size]
 
 
-def _logits(plan: _Plan, h, weights, j, temperature) -> jax.Array:
-    """Computes tempered logits of chunk j of the vocabulary, stats[N, chunk_size]."""
+def _logits(plan: _Plan, h, weights, j, temperature, allowed: Allowed | None) -> jax.Array:
+    """Computes tempered logits of chunk j of the vocabulary, stats[N, chunk_size]; `plan.lowest`
+    where a token is not allowed."""
     z = product(h, weights[j], contract=(1, 1), precision=plan.precision)
     z = rounded_logits(z, Head(weights, plan.cap), precision=plan.precision)
     z = tempered(z.astype(plan.stats), temperature)
+    columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j
+    if allowed is not None:
+        z = jnp.where(among(allowed.ids, columns) | allowed.whole[:, None], z, plan.lowest)
     if plan.chunk_size * plan.vocab_chunks == plan.vocab_size:
         return z
-    columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j
     return jnp.where((columns < plan.vocab_size)[None, :], z, plan.lowest)

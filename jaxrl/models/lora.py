@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct, traverse_util
 from jax import lax
 
-from jaxrl.core.precision import PRESETS, DType
+from jaxrl.core.precision import PRESETS, DType, Precision
 from jaxrl.models import spec
 from jaxrl.models.products import product
 from jaxrl.models.spec import Params, ParamSpec, Specs
@@ -160,6 +160,22 @@ def merge(params: Any) -> Params:
     """Folds adapters into plain parameters: W + alpha / rank * B A, added in f32 and rounded to W's
     dtype. A trained head keeps its own dtype."""
     return _merge(params) if isinstance(params, Adapted) else params
+
+
+def as_computed(params: Any, precision: Precision) -> Any:
+    """Returns the parameters that a learner computes with: with fixed sums those that a sampler
+    does, merged. Adapters beside their matrices would add in another order."""
+    return merge(params) if precision.sums == "fixed" else params
+
+
+def of_adapters(params: Any, grads: Any) -> Any:
+    """Returns the gradient of the trainable part, from that of the merged
+    parameters in f32."""
+    if not isinstance(params, Adapted):
+        return grads
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    _, pull = jax.vjp(lambda own: merge(with_trainable(wide, own)), wide.adapters)
+    return pull(grads)[0]
 
 
 @jax.jit

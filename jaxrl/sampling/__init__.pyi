@@ -5,6 +5,7 @@ from .base import (
     SamplingParams as SamplingParams,
     Turn as Turn,
     TurnCache as TurnCache,
+    check_recorded as check_recorded,
 )
 from .embedded.one_at_a_time import OneAtATime as OneAtATime
 from .embedded.program import DecodeProgram as DecodeProgram, decode_program as decode_program

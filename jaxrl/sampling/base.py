@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrl.core.kept import RECORD, most_kept
 from jaxrl.sampling.stop_texts import StopTexts
 
 # What other libraries pass here.
@@ -62,6 +63,11 @@ class SamplingParams:
                 raise TypeError(f"SamplingParams has no setting {name!r}; {hint}")
         return super().__new__(cls)
 
+    @property
+    def truncated(self) -> bool:
+        """True if top_p, top_k or min_p drops tokens."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def __post_init__(self):
         ranges = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
@@ -96,6 +102,7 @@ class Completion(NamedTuple):
       experts: [P + C - 1, L, k] unsigned, the experts that each layer chose for the tokens of
         prompt and completion. The last token was never run through the model. None if the sampler
         does not record experts.
+      kept: u8[C, 32], the tokens that truncation kept, see `core.kept`; None if not recorded.
     """
 
     prompt_index: int
@@ -105,6 +112,7 @@ class Completion(NamedTuple):
     versions: np.ndarray
     finish_reason: Literal["stop", "length"]
     experts: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
 class TurnCache:
@@ -134,6 +142,9 @@ class Turn(NamedTuple):
 
 class Sampler(Protocol):
     """Samples completions from the policy version that it serves."""
+
+    records_kept: bool = False
+    """True if completions of truncated distributions record the tokens that were kept."""
 
     @property
     def version(self) -> int:
@@ -204,3 +215,14 @@ def check_turns(turns: Sequence[Turn], *, max_positions: int, vocab_size: int) -
                 f"0 to {vocab_size - 1}: use the model's own tokenizer"
             )
     return turns
+
+
+def check_recorded(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError if truncation may keep more tokens than a record names."""
+    most = most_kept(vocab_size)
+    if params.truncated and not 0 < params.top_k <= most:
+        raise ValueError(
+            f"top_k={params.top_k}: the learner normalises over the tokens that truncation keeps, "
+            f"and their record of {RECORD} bytes names at most {most} of {vocab_size}; set top_k "
+            f"to 1 to {most}"
+        )

@@ -91,6 +91,7 @@ def _described(config: Config, learning: Learning) -> Callable[..., Minibatch]:
         shape=learning.shape,
         critic=learning.critic is not None,
         experts=recorded_experts(config, learning.model.config),
+        kept=config.sampling.truncated,
     )
 
 

@@ -9,7 +9,7 @@ from jaxrl.builders import environment
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.learner import Learning, anchor_note, open_learning
 from jaxrl.builders.model import ModelFiles, find_models
-from jaxrl.builders.prompts import rendering, sampling_params
+from jaxrl.builders.prompts import rendering, training_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.reward_model import RewardModel, load_reward_model
@@ -181,7 +181,7 @@ def _try(
     runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
     )
-    params = sampling_params(config.sampling, models.policy, seed=config.seed)
+    params = training_params(config.sampling, models.policy, seed=config.seed)
     rewards = [*task.rewards, *([task.judge] if task.judge is not None else [])]
     return runner, params, try_task(config, task, runner, rewards=rewards, params=params)
 
@@ -216,6 +216,7 @@ def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
         config.sampling.max_batch,
         adapters=adapters,
         record_experts=config.train.replay_routing,
+        record_kept=config.sampling.truncated,
         completions=config.concurrent_completions,
     )
 

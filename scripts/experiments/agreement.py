@@ -1,6 +1,6 @@
 """Compares the embedded sampler's log-probs with the learner's, weights unmoved, as a table.
 
-python scripts/experiments/agreement.py [--families qwen3 llama]
+python scripts/experiments/agreement.py [--families qwen3 llama] [--top_p 0.95]
 
 Random models: 4 layers of width 128, 12 prompts x 2 completions of 96 tokens at temperature 1. A
 cell is the standard deviation of learner - sampler and the share of tokens that are bitwise equal.
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxrl.core import MinibatchShape, Precision, jit, pack_minibatch, unpack
+from jaxrl.core import MinibatchShape, Precision, jit, most_kept, pack_minibatch, unpack
 from jaxrl.environments import as_rollout
 from jaxrl.huggingface import from_hf_config
 from jaxrl.learner import make_learner
@@ -59,17 +59,25 @@ def make_model(family: str) -> tuple[Model, Params]:
 
 
 def differences(
-    model: Model, params: Params, precision: Precision, *, replay_routing: bool
+    model: Model, params: Params, precision: Precision, *, replay_routing: bool, top_p: float
 ) -> np.ndarray:
     """Samples, scores, and returns learner - sampler of every token."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 512, rng.integers(5, 40)).astype(np.int32) for _ in range(12)]
     sampler = EmbeddedSampler(
-        model, params, precision=precision, max_batch=32, record_experts=replay_routing
+        model,
+        params,
+        precision=precision,
+        max_batch=32,
+        record_experts=replay_routing,
+        record_kept=True,
     )
+    asked = SamplingParams(max_tokens=96, top_p=top_p, seed=1)
+    if asked.truncated:
+        asked = dataclasses.replace(asked, top_k=most_kept(model.config.vocab_size))
     rollouts = [
         as_rollout(c, prompts[c.prompt_index], group=c.prompt_index)
-        for c in sampler.sample(prompts, SamplingParams(max_tokens=96, seed=1), group_size=2)
+        for c in sampler.sample(prompts, asked, group_size=2)
     ]
     learner = make_learner(model, grpo().objective, optimizer=optax.sgd(1.0), precision=precision)
     shape = MinibatchShape(
@@ -87,7 +95,9 @@ def differences(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[*FAMILIES])
-    families = parser.parse_args().families
+    parser.add_argument("--top_p", type=float, default=1.0, help="of the sampler and the learner")
+    arguments = parser.parse_args()
+    families = arguments.families
     columns = [(name, sums) for name in PRECISIONS for sums in ("any", "fixed")]
     print("| family |", " | ".join(f"{name}, sums {sums}" for name, sums in columns), "|")
     rows = [(family, "") for family in families]
@@ -97,7 +107,8 @@ def main() -> None:
         cells = []
         for name, sums in columns:
             precision = dataclasses.replace(Precision.parse(name), sums=sums)
-            found = differences(model, params, precision, replay_routing=bool(replayed))
+            options: Any = {"replay_routing": bool(replayed), "top_p": arguments.top_p}
+            found = differences(model, params, precision, **options)
             cells.append(f"{found.std():.1e}, {100 * np.mean(found == 0):.1f} %")
         print(f"| {family}{replayed} |", " | ".join(cells), "|", flush=True)
 

@@ -158,7 +158,6 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({**ASLEEP, "lora__rank": 4, "lora__publish": "adapters"}, "base weights are lost asleep"),
         ({**ASLEEP, "probe__replay": True}, "the server scores while the learner trains"),
         ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
-        ({"precision": FIXED, "lora__rank": 4}, "sums=fixed and lora.rank = 4"),
         ({"precision": FIXED, "mesh__fsdp": 2}, "sums=fixed, but [mesh] divides"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),

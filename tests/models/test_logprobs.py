@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
+from jaxrl.core.kept import Kept, encode, most_kept
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
 from jaxrl.models.logprobs import Chunk, Head, Rows, token_logprobs, token_logprobs_and_entropy
 from jaxrl.sharding.mesh import make_mesh
@@ -88,6 +89,38 @@ def test_equals_log_softmax_of_all_logits(x64, vocab, chunk, cap):
         cotangents,
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), ours, expected)
+
+
+@pytest.mark.parametrize("chunk", [Chunk(), Chunk(positions=4, vocab=5)], ids=["whole", "chunks"])
+def test_kept_tokens_are_the_whole_distribution(x64, chunk):
+    """Log-probs, entropies and gradients are those of a softmax over a token's own set."""
+    hidden, unembedding, tokens, mask, cotangents = inputs()
+    vocab, rng = len(unembedding), np.random.default_rng(1)
+    ids = rng.integers(0, vocab, (*tokens.shape, most_kept(vocab))) % 7 * 3 % vocab
+    ids[..., 0] = tokens
+    drawn = rng.random(tokens.shape) < 0.8
+    allowed = np.any(ids[..., None] == np.arange(vocab), axis=-2) | ~drawn[..., None]
+    kept = Kept(encode(jnp.asarray(ids), vocab), jnp.asarray(drawn))
+    assert 2 < allowed[drawn].sum(axis=-1).mean() < 9
+
+    def ours(h, w):
+        return token_logprobs_and_entropy(
+            h, Head(w, 1.5, 0.7), tokens, mask, precision=F64, chunk=chunk, kept=kept
+        )
+
+    def brute(h, w):
+        logits = 1.5 * jnp.tanh(jnp.einsum("btd,vd->btv", h[:, :-1], w) / 1.5) / 0.7
+        logp = jax.nn.log_softmax(jnp.where(allowed[:, 1:], logits, -1e30))
+        chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[:, :, 0]
+        entropy = -jnp.sum(jnp.where(allowed[:, 1:], jnp.exp(logp) * logp, 0), axis=-1)
+        scores = jnp.where(mask[None, :, 1:], jnp.stack([chosen, entropy]), 0)
+        return jnp.pad(scores, ((0, 0), (0, 0), (1, 0)))
+
+    found, expected = (
+        value_and_grad(one, hidden, unembedding, cotangents) for one in (ours, brute)
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), found, expected)
+    check_grads(jax.jit(ours), (hidden, unembedding), order=1, modes=["rev"])
 
 
 def test_one_pass_of_gpus_equals_log_softmax(x64, monkeypatch):

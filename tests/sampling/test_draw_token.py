@@ -45,7 +45,7 @@ def test_tokens_and_logprobs_follow_the_truncated_distribution(case):
     draws, vocab = 20000, 37
     logits = rng.normal(0, 2, vocab).astype(np.float32)
     expected = _by_sorting(logits, **case)
-    tokens, logprobs = _draw_tokens(
+    tokens, logprobs, _ = _draw_tokens(
         jnp.broadcast_to(logits, (draws, vocab)),
         jax.random.split(jax.random.key(1), draws),
         draw_settings(SamplingParams(max_tokens=1, **case)),
@@ -89,7 +89,7 @@ def test_tied_tokens_are_kept_together():
 def test_greedy_draws_the_first_best_token():
     logits = jnp.array([[0.0, 3.0, 3.0, -1.0], [5.0, 1.0, 2.0, 3.0]])
     params = SamplingParams(max_tokens=1, temperature=0, top_k=1, top_p=0.1)
-    tokens, logprobs = _draw_tokens(
+    tokens, logprobs, _ = _draw_tokens(
         logits, jax.random.split(jax.random.key(0), 2), draw_settings(params)
     )
     np.testing.assert_array_equal(tokens, [1, 0])

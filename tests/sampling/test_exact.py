@@ -17,6 +17,7 @@ from jaxrl.environments.episodes.single_turn import as_rollout
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import grpo
+from jaxrl.models import lora
 from jaxrl.models.attention.blocks import sequence_alignment
 from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
@@ -98,13 +99,15 @@ INEXACT = {
 }
 
 
-def sampled(model, params, precision, *, max_batch=64, prompts=4, lengths=(3, 40)):
+def sampled(model, params, precision, *, max_batch=64, prompts=4, lengths=(3, 40), **truncated):
     rng = np.random.default_rng(0)
     contexts = [
         rng.integers(2, 256, rng.integers(*lengths)).astype(np.int32) for _ in range(prompts)
     ]
-    sampler = EmbeddedSampler(model, params, precision=precision, max_batch=max_batch)
-    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1)
+    sampler = EmbeddedSampler(
+        model, params, precision=precision, max_batch=max_batch, record_kept=True
+    )
+    settings = SamplingParams(max_tokens=72, temperature=TEMPERATURE, seed=1, **truncated)
     completions = sampler.sample(contexts, settings, group_size=2)
     return [
         as_rollout(c, contexts[c.prompt_index], group=c.prompt_index)
@@ -184,6 +187,55 @@ def test_with_fixed_sums_every_token_is_equal(family, name):
     precision = dataclasses.replace(parse(name), sums="fixed")
     rollouts = rollouts_of(family, precision)
     assert not differences(model, params, precision, rollouts).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "truncated"),
+    [(name, {"top_p": 0.95, "top_k": 32}) for name in BOUNDS]
+    + [("bf16_master", {"min_p": 0.1, "top_k": 5})],
+)
+def test_truncated_sampling_stays_exact(name, truncated):
+    model, params = a_model("qwen3")
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    rollouts = sampled(model, params, precision, **truncated)
+    assert not differences(model, params, precision, rollouts).any()
+    whole = [r._replace(kept=None) for r in rollouts]
+    assert np.abs(differences(model, params, precision, whole)).mean() > 0.01
+
+
+@functools.cache
+def adapted(family):
+    """A model's parameters with adapters that change every log-prob."""
+    model, params = a_model(family)
+    specs = lora.adapter_specs(model.specs, rank=4, targets=["*_proj"])
+    adapters = init(specs, jax.random.key(1), dtype=parse("fp32").params)
+    rng = np.random.default_rng(2)
+    adapters = jax.tree.map(lambda x: x + rng.normal(0, 0.05, x.shape).astype(np.float32), adapters)
+    return model, lora.Adapted(adapters, params, alpha=8.0)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_adapters_are_exact(name):
+    """The sampler serves merged weights."""
+    model, params = adapted("qwen3")
+    precision = dataclasses.replace(parse(name), sums="fixed")
+    rollouts = sampled(model, lora.merge(params), precision)
+    assert not differences(model, params, precision, rollouts).any()
+
+
+def test_gradient_of_exact_adapters():
+    """It equals that of adapters beside their matrices."""
+    model, params = adapted("qwen3")
+    found = []
+    for sums in ("any", "fixed"):
+        precision = parse(f"fp32,sums={sums}")
+        _, batch = packed(precision, rollouts_of("qwen3", precision), row_length=256)
+        learner = a_learner(model, precision)
+        after, _ = jit(learner.step, sums=sums)(learner.init(params), batch)
+        found.append(jax.tree.map(lambda a, b: a - b, after.params.adapters, params.adapters))
+    one, other = found
+    difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, one, other))
+    assert difference < 1e-5 * optax.tree.norm(one)
 
 
 def test_fixed_sums_ignore_batch_and_packing():

@@ -71,6 +71,7 @@ class ServerOptions:
     max_lora_rank: int = 0  # of adapters published without the base weights; 0 for none
     record_experts: bool = False  # responses name the experts of each token
     sleep: bool = False  # a learner on the same GPU will make it sleep
+    record_kept: bool = False  # responses name the tokens that truncated sampling kept
     agent: Path | None = None  # directory of this host's agent, which fetches from a store
     api_key: str | None = dataclasses.field(default=None, repr=False)  # None makes one, on loopback
     arguments: tuple[str, ...] = ()  # further arguments of vLLM's api_server
@@ -224,7 +225,7 @@ def _environment(options: ServerOptions, *, sockets: Path, temporary: Path) -> d
         found[DIRECTORY] = str(options.agent)
     if options.device == "cpu":  # the first request would stall for many seconds
         found["TORCH_COMPILE_DISABLE"] = "1"
-    if options.record_experts:  # the older model runner has no record of them
+    if options.record_experts or options.record_kept:  # the older model runner has no record
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if options.max_lora_rank:
         found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -262,6 +263,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
         command += ["--middleware", f"{middleware.__module__}.{middleware.__qualname__}"]
     if options.record_experts:
         command += ["--enable-return-routed-experts"]
+    if options.record_kept:
+        command += ["--return-sampling-mask"]
     return [*command, *options.arguments]
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxrl.builders.environment import make_episode_runner
 from jaxrl.builders.policy import open_policy
-from jaxrl.builders.prompts import rendering, sampling_params
+from jaxrl.builders.prompts import rendering, training_params
 from jaxrl.builders.sampler import SamplerNeeds
 from jaxrl.builders.task import TaskData, load_task
 from jaxrl.builders.trial import try_task
@@ -50,7 +50,7 @@ def open_source(
     runner = make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=checkpoint.config.vocab_size
     )
-    params = sampling_params(config.sampling, checkpoint, seed=config.seed)
+    params = training_params(config.sampling, checkpoint, seed=config.seed)
     for line in try_task(config, task, runner, rewards=task.rewards[:1], params=params):
         note(line)
     needs = SamplerNeeds(

@@ -77,7 +77,12 @@ def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decod
     model = step.model._replace(local=layout.local)
     params = placed(models.abstract(model.specs, dtype=precision.compute), layout.tree(model.specs))
     asked = SamplingParams(
-        max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature, stop=((0,),)
+        max_tokens=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        min_p=config.sampling.min_p,
+        stop=((0,),),
     )
     segment = decode_program(
         model,

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxrl.core.batch import End, Episode, Rollout
+from jaxrl.core.kept import RECORD
 from jaxrl.environments.episodes.base import EpisodeError, EpisodeLimits, Step
 from jaxrl.sampling.base import Completion, Turn, TurnCache
 
@@ -27,6 +28,8 @@ class EpisodeBuilder:
         self._chunks = [tuple(np.zeros(0, t) for t in (np.int32, np.float32, bool, np.int32))]
         self._turns: list[tuple[int, int, float]] = []
         self._experts: np.ndarray | None = None
+        # Of each chunk, if truncated sampling records the tokens that it kept.
+        self._kept: list[np.ndarray | None] = [np.zeros((0, RECORD), np.uint8)]
         self._metrics: dict[str, float] = {}
 
     def next_turn(self, limits: EpisodeLimits, cache: TurnCache) -> Turn:
@@ -39,6 +42,7 @@ class EpisodeBuilder:
         """Appends a turn of the policy."""
         actions, start = np.ones(len(completion.tokens), bool), self._length
         self._chunks.append((completion.tokens, completion.logprobs, actions, completion.versions))
+        self._kept.append(completion.kept)
         self._length += len(completion.tokens)
         self._turns.append((start, self._length, 0.0))
         self._truncated = completion.finish_reason == "length"
@@ -70,6 +74,7 @@ class EpisodeBuilder:
         tokens, version = np.asarray(step.observation, np.int32), self._chunks[-1][3][-1]
         logprobs, actions = np.zeros(size, np.float32), np.zeros(size, bool)
         self._chunks.append((tokens, logprobs, actions, np.full(size, version, np.int32)))
+        self._kept.append(np.zeros((size, RECORD), np.uint8))
         self._length += size
         return None
 
@@ -77,6 +82,7 @@ class EpisodeBuilder:
         """Returns the rollout, without rewards of reward functions. The action mask of a failed
         episode is empty, so training ignores it."""
         episode = Episode(tuple(self._turns), end, self._metrics)
+        kept = [part for part in self._kept if part is not None]
         tokens, logprobs, actions, versions = map(np.concatenate, zip(*self._chunks, strict=True))
         return Rollout(
             prompt=self._prompt,
@@ -88,6 +94,7 @@ class EpisodeBuilder:
             truncated=end in ("max_tokens", "max_turns"),
             episode=episode,
             experts=self._experts,
+            kept=np.concatenate(kept) if len(kept) == len(self._kept) > 1 else None,
         )
 
 

@@ -44,11 +44,11 @@ def rollouts(
       The rollouts of each example in turn; `group` is the index of the example.
 
     Raises:
-      ValueError: if `params` have another temperature or truncate the distribution, because the
-        learner's log-probs would be of another distribution; for a prompt that cannot be rendered,
-        or as `Sampler.sample`.
+      ValueError: if `params` have another temperature, or truncate the distribution and the sampler
+        does not record what is kept, because the learner's log-probs would be of another
+        distribution; for a prompt that cannot be rendered, or as `Sampler.sample`.
     """
-    _check_distribution(params, temperature)
+    _check_distribution(params, temperature, records_kept=sampler.records_kept)
     render, encode = make_renderer(tokenizer, rendering), prompt_encoder(tokenizer, rendering)
     prompts, known = [], []
     for i, example in enumerate(examples):
@@ -121,7 +121,7 @@ def accuracy(
     return Accuracy(float(rewards.mean()), half_interval(rewards))
 
 
-def _check_distribution(params: SamplingParams, temperature: float) -> None:
+def _check_distribution(params: SamplingParams, temperature: float, *, records_kept: bool) -> None:
     """Raises ValueError unless a learner at this temperature scores what `params` sample."""
     if params.temperature != temperature:
         raise ValueError(
@@ -131,11 +131,11 @@ def _check_distribution(params: SamplingParams, temperature: float) -> None:
             "`rollouts`; to evaluate, use `jaxrl.accuracy`"
         )
     for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if (value := getattr(params, name)) != whole:
+        if (value := getattr(params, name)) != whole and not records_kept:
             raise ValueError(
                 f"{name}={value:g}: the learner computes log-probs over all tokens, so ratios "
                 f"would compare two distributions; leave {name} at {whole:g} (to evaluate, use "
-                "`Sampler.sample`)"
+                "`Sampler.sample`), or make the sampler with record_kept=True"
             )
 
 
@@ -154,4 +154,5 @@ def as_rollout(
         group=group,
         truncated=truncated,
         experts=completion.experts,
+        kept=completion.kept,
     )

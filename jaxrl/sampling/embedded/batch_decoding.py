@@ -16,7 +16,6 @@ from jaxrl.sampling.embedded.decode_steps import (
     row_experts,
     take_rows,
 )
-from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.first_tokens import start_batch
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.turn_caches import EndedRows, Queued, by_array, take_prefix
@@ -115,7 +114,7 @@ class _Batch:
 
     def completions(self) -> Iterator[Completion]:
         """Decodes until no row runs, and yields completions as they finish."""
-        request, settings = self._request, draw_settings(self._request.params)
+        request = self._request
         while True:
             if request.closed.is_set():
                 raise ClosedError("the sampler was closed")
@@ -151,7 +150,7 @@ class _Batch:
                 request.weights,
                 self._state,
                 floor=np.int32(rows - due if due else fewer),
-                settings=settings,
+                settings=request.settings,
                 model=request.model,
                 precision=request.precision,
             )

@@ -15,10 +15,11 @@ from flax import struct
 from jax import lax
 
 from jaxrl.core.compiled import jit_by_precision, jit_forward
+from jaxrl.core.kept import RECORD
 from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
-from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_tokens
+from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, draw_tokens
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step
 from jaxrl.sampling.embedded.stopping import Ending, advance
 
@@ -71,17 +72,20 @@ class DecodeState:
 class Segment:
     """Tokens drawn by one call; only the first `count` of N entries are valid."""
 
-    tokens: jax.Array  # i32[N, B]
-    logprobs: jax.Array  # f32[N, B]
+    drawn: Drawn  # [N, B, ...]
     count: jax.Array  # i32[]
 
-    def append(self, token: jax.Array, logprob: jax.Array) -> "Segment":
-        """Returns the segment with one more token, i32[B], and its log-prob, f32[B]."""
-        return Segment(
-            self.tokens.at[self.count].set(token),
-            self.logprobs.at[self.count].set(logprob),
-            self.count + 1,
-        )
+    def append(self, drawn: Drawn) -> "Segment":
+        """Returns the segment with one more token of each row, [B, ...]."""
+        more = jax.tree.map(lambda x, new: x.at[self.count].set(new), self.drawn, drawn)
+        return Segment(more, self.count + 1)
+
+
+def no_tokens(size: int, rows: int, *, settings: DrawSettings) -> Segment:
+    """Returns a segment with room for `size` tokens of each row."""
+    shape = (size, rows)
+    kept = jnp.zeros((*shape, RECORD), jnp.uint8) if settings.record else None
+    return Segment(Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), kept), jnp.int32(0))
 
 
 @jit_forward
@@ -98,11 +102,11 @@ def draw_first(
     tokens, with the request's key[]."""
     key = completion_keys(key, plan.index)
     prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
-    token, logprob, ending, stopped = draw_next(
+    drawn, ending, stopped = draw_next(
         logits[prompt], key, jnp.zeros_like(prompt), plan.ending, settings=settings
     )
     states = RowStates(
-        token=token,
+        token=drawn.tokens,
         context=lengths[prompt],
         key=key,
         ending=ending,
@@ -110,7 +114,7 @@ def draw_first(
         limit=limit,
         stopped=stopped,
     )
-    return states, Segment(token[None], logprob[None], jnp.int32(1))
+    return states, Segment(jax.tree.map(lambda x: x[None], drawn), jnp.int32(1))
 
 
 @jit_by_precision(static_argnames=("model", "precision"), donate_argnames=("state",))
@@ -127,8 +131,7 @@ def decode_segment(
 
     Stops early when the cache has no slot left for a running row, or when at most `floor` rows run.
     """
-    shape = (SEGMENT, len(state.rows.token))
-    out = Segment(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.int32(0))
+    out = no_tokens(SEGMENT, len(state.rows.token), settings=settings)
 
     def more(carry: tuple[DecodeState, Segment]) -> jax.Array:
         state, out = carry
@@ -147,17 +150,17 @@ def decode_segment(
             model=model,
             precision=precision,
         )
-        token, logprob, ending, stopped = draw_next(
+        drawn, ending, stopped = draw_next(
             logits, rows.key, rows.length, rows.ending, settings=settings
         )
         rows = dataclasses.replace(
             rows,
-            token=token,
+            token=drawn.tokens,
             ending=ending,
             length=rows.length + rows.running,
             stopped=rows.stopped | (stopped & rows.running),
         )
-        return DecodeState(cache, rows), out.append(token, logprob)
+        return DecodeState(cache, rows), out.append(drawn)
 
     return lax.while_loop(more, step, (state, out))
 
@@ -242,11 +245,11 @@ def put_rows(
     state = DecodeState(
         jax.tree.map(put_part, state.cache, new.cache), jax.tree.map(put, state.rows, new.rows)
     )
-    tokens, logprobs = (
-        put(jnp.zeros(len(state.rows.token), x.dtype), x[0])[None]
-        for x in (first.tokens, first.logprobs)
+    batch = len(state.rows.token)
+    drawn = jax.tree.map(
+        lambda x: put(jnp.zeros((batch, *x.shape[2:]), x.dtype), x[0])[None], first.drawn
     )
-    return state, Segment(tokens, logprobs, first.count)
+    return state, Segment(drawn, first.count)
 
 
 def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
@@ -258,16 +261,16 @@ def completion_keys(key: jax.Array, index: jax.Array | np.ndarray) -> jax.Array:
 
 def draw_next(
     logits: jax.Array, key: jax.Array, index: jax.Array, ending: Ending, *, settings: DrawSettings
-) -> tuple[jax.Array, jax.Array, Ending, jax.Array]:
+) -> tuple[Drawn, Ending, jax.Array]:
     """Draws tokens from logits [B, V], with a key per completion, key[B], and token index, i32[B],
     so that a completion does not depend on its batch.
 
     Returns:
-      (tokens i32[B], log-probs f32[B], the new ends, bool[B] of completions that end).
+      (the tokens, the new ends, bool[B] of completions that end).
     """
     keys = jax.vmap(jax.random.fold_in)(key, index)
-    token, logprob = draw_tokens(logits, keys, settings=settings)
-    return token, logprob, *advance(ending, token, settings.stops)
+    drawn = draw_tokens(logits, keys, settings=settings)
+    return drawn, *advance(ending, drawn.tokens, settings.stops)
 
 
 def _by_part(function: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache:

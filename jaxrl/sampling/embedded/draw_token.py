@@ -1,11 +1,14 @@
 """Draws a token from logits and computes its log-probability."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
+from jaxrl.core.kept import among, encode, most_kept
 from jaxrl.models.logprobs import tempered
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.stopping import Stops, make_stops
@@ -19,9 +22,18 @@ class DrawSettings:
     temperature: jax.Array | None  # f32[]; None is greedy
     truncation: Truncation
     stops: Stops
+    record: bool = struct.field(pytree_node=False)  # the tokens that truncation keeps
 
 
-def draw_settings(params: SamplingParams) -> DrawSettings:
+class Drawn(NamedTuple):
+    """Tokens drawn for a batch."""
+
+    tokens: jax.Array  # i32[B]
+    logprobs: jax.Array  # f32[B]
+    kept: jax.Array | None  # u8[B, 32], see `core.kept`; None if they are not recorded
+
+
+def draw_settings(params: SamplingParams, *, record_kept: bool = False) -> DrawSettings:
     """Returns the settings of a request. Greedy decoding ignores truncation, which always keeps the
     most probable token."""
     greedy = params.temperature == 0
@@ -29,18 +41,17 @@ def draw_settings(params: SamplingParams) -> DrawSettings:
         temperature=None if greedy else jnp.float32(params.temperature),
         truncation=Truncation() if greedy else truncation(params),
         stops=make_stops(params),
+        record=record_kept and params.truncated and not greedy,
     )
 
 
-def draw_tokens(
-    logits: jax.Array, keys: jax.Array, *, settings: DrawSettings
-) -> tuple[jax.Array, jax.Array]:
+def draw_tokens(logits: jax.Array, keys: jax.Array, *, settings: DrawSettings) -> Drawn:
     """Draws one token per row of logits [B, V], with a key per row, key[B].
 
-    Returns:
-      i32[B] tokens and f32[B] their log-probs under the distribution they were drawn from:
-      tempered, truncated and renormalised. Greedy tokens have the log-prob at temperature 1.
+    Log-probs are of the distribution that the tokens are drawn from: tempered, truncated and
+    renormalised. Greedy tokens have the log-prob at temperature 1.
     """
+    kept = None
     logits = logits.astype(jnp.float32)
     if settings.temperature is not None:
         logits = tempered(logits, settings.temperature)
@@ -50,10 +61,25 @@ def draw_tokens(
         tokens = _first(logits >= 0)
     else:
         weights = truncate(weights, settings.truncation)
+        if settings.record:
+            weights, kept = _recorded(weights)
         uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
         tokens = categorical(weights, uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jnp.log(jnp.sum(weights, axis=-1))
+    return Drawn(tokens, chosen - jnp.log(jnp.sum(weights, axis=-1)), kept)
+
+
+def _recorded(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns truncated weights f32[B, V] and the records u8[B, 32] of the tokens above 0.
+
+    Of tokens as probable as the last one that a record has room for, the first in the vocabulary
+    are kept.
+    """
+    vocab_size = weights.shape[-1]
+    top, ids = lax.top_k(weights, most_kept(vocab_size))
+    ids = jnp.where(top > 0, ids, ids[:, :1])
+    kept = among(ids, jnp.arange(vocab_size))
+    return jnp.where(kept, weights, 0), encode(ids, vocab_size)
 
 
 def categorical(weights: jax.Array, uniforms: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ from jaxrl.sampling.embedded.decode_steps import (
     replace_cache_rows,
     take_cache_rows,
 )
-from jaxrl.sampling.embedded.draw_token import draw_settings
 from jaxrl.sampling.embedded.kv_cache import CHUNK, Cache, extend, prefill
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sampling.embedded.stopping import no_ending
@@ -47,7 +46,7 @@ def start_batch(
     else:
         cache, logits, lengths, source = _prefill(turns, request, shape=shape, rows=rows)
         cache = take_cache_rows(cache, request.put(source), slots=slots)
-    settings = draw_settings(request.params)
+    settings = request.settings
     limit, index = np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32)
     limit[: len(turns)] = [turn.max_tokens for turn in turns]
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]

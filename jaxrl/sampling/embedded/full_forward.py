@@ -20,8 +20,8 @@ from jaxrl.models.products import product
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import ClosedError, Completion, Turn
 from jaxrl.sampling.embedded.batch_decoding import max_rows
-from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_next
-from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
+from jaxrl.sampling.embedded.decode_steps import Segment, completion_keys, draw_next, no_tokens
+from jaxrl.sampling.embedded.draw_token import DrawSettings
 from jaxrl.sampling.embedded.request import DecodeRequest, PartialCompletion
 from jaxrl.sampling.embedded.stopping import Ending, no_ending
 from jaxrl.sharding.transfer import fetch
@@ -42,7 +42,7 @@ def decode_batch_without_cache(
     width = length_bucket(max(len(turn.context) + turn.max_tokens for turn in turns), step=16)
     size = count_bucket(len(turns), multiple=request.shards)
     size = min(size, max_rows(request.max_batch, shards=request.shards))
-    settings = draw_settings(request.params)
+    settings = request.settings
     rows = _rows(turns, size=size, width=width, ending=no_ending(size, settings.stops))
     out, length, stopped = fetch(
         _decode(
@@ -102,7 +102,7 @@ def _decode(
     rows, width = batch.tokens.shape
     limit, keys = jnp.asarray(batch.limit), completion_keys(key, batch.index)
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), batch.tokens.shape)
-    out = Segment(jnp.zeros((width, rows), jnp.int32), jnp.zeros((width, rows)), jnp.int32(0))
+    out = no_tokens(width, rows, settings=settings)
 
     def running(length, stopped):
         return ~stopped & (length < limit)
@@ -119,11 +119,11 @@ def _decode(
         last = jnp.take_along_axis(hidden, filled[:, None, None] - 1, axis=1)[:, 0]
         head = model.unembedding(params)
         logits = product(last, head, contract=(1, 1), precision=precision)
-        token, logprob, ending, ends = draw_next(
+        drawn, ending, ends = draw_next(
             logits.astype(precision.logits), keys, length, ending, settings=settings
         )
-        tokens = tokens.at[jnp.arange(rows), filled].set(token, mode="drop")
-        out = out.append(token, logprob)
+        tokens = tokens.at[jnp.arange(rows), filled].set(drawn.tokens, mode="drop")
+        out = out.append(drawn)
         counts = running(length, stopped)
         return tokens, out, ending, length + counts, stopped | (ends & counts)
 

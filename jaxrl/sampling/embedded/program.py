@@ -48,13 +48,13 @@ def decode_program(
       params: shapes with shardings, in the sampler's dtypes.
       rows: completions decoded together, over all devices.
       slots: capacity of a row in tokens.
-      sampling: sampling settings.
+      sampling: sampling settings; tokens that truncation keeps are recorded.
       precision: the sampler's, see `sampler_precision`.
       layout: placement on the sampler's devices.
       record_experts: true to return the experts of each token.
     """
     precision = Precision.of(precision)
-    settings = draw_settings(sampling)
+    settings = draw_settings(sampling, record_kept=True)
     options: Any = {"model": model, "precision": precision, "record_experts": record_experts}
     state = _state(params, settings, (rows, slots), **options)
     state = placed(state, _shardings(state, layout))

@@ -11,6 +11,7 @@ from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.decode_steps import Segment
+from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, draw_settings
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import place
 
@@ -27,6 +28,12 @@ class DecodeRequest(NamedTuple):
     max_batch: int
     closed: threading.Event
     record_experts: bool
+    record_kept: bool
+
+    @property
+    def settings(self) -> DrawSettings:
+        """The settings of drawing a token."""
+        return draw_settings(self.params, record_kept=self.record_kept)
 
     @property
     def shards(self) -> int:
@@ -57,8 +64,7 @@ class PartialCompletion:
 
     def __init__(self, turn: Turn):
         self.turn = turn
-        self._tokens: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
+        self._drawn: list[Drawn] = []
         self._length = 0
 
     @property
@@ -74,8 +80,7 @@ class PartialCompletion:
     def append(self, segment: Segment, *, row: int, length: int) -> None:
         """Takes the new tokens of a row whose completion now has `length` tokens."""
         new = slice(length - self._length)
-        self._tokens.append(np.asarray(segment.tokens)[new, row])
-        self._logprobs.append(np.asarray(segment.logprobs)[new, row])
+        self._drawn.append(jax.tree.map(lambda x: np.asarray(x)[new, row], segment.drawn))
         self._length = length
 
     def finish(self, *, stopped: bool, version: int, experts: np.ndarray | None) -> Completion:
@@ -85,7 +90,8 @@ class PartialCompletion:
           FloatingPointError: if a log-prob is not finite.
         """
         prompt, sample = self.turn.prompt_index, self.turn.sample_index
-        logprobs = np.concatenate(self._logprobs)
+        drawn = jax.tree.map(lambda *parts: np.concatenate(parts), *self._drawn)
+        logprobs = drawn.logprobs
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(
                 f"policy version {version} gives logits that are not finite at token "
@@ -96,9 +102,10 @@ class PartialCompletion:
         return Completion(
             prompt_index=prompt,
             sample_index=sample,
-            tokens=np.concatenate(self._tokens),
+            tokens=drawn.tokens,
             logprobs=logprobs,
             versions=np.full(len(logprobs), version, np.int32),
             finish_reason="stop" if stopped else "length",
             experts=None if experts is None else experts[: self.position].copy(),
+            kept=drawn.kept,
         )

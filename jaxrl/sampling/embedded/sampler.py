@@ -14,7 +14,14 @@ from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
+from jaxrl.sampling.base import (
+    Completion,
+    Sampler,
+    SamplingParams,
+    Turn,
+    check_recorded,
+    check_turns,
+)
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from jaxrl.sampling.embedded.request import DecodeRequest
@@ -52,6 +59,7 @@ class EmbeddedSampler(Sampler):
         max_batch: int = 64,
         layout: Layout | None = None,
         record_experts: bool = False,
+        record_kept: bool = False,
     ):
         """Makes a sampler that serves `params`.
 
@@ -67,6 +75,8 @@ class EmbeddedSampler(Sampler):
           layout: placement of the sampler's weights and batches on a mesh, of the learner's devices
             or of others; None leaves the weights where they are.
           record_experts: True for completions that record the experts the layers chose.
+          record_kept: True for completions of truncated distributions that record the tokens that
+            were kept; requests then need a `top_k` of at most `most_kept`.
 
         Raises:
           ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, if
@@ -90,7 +100,9 @@ class EmbeddedSampler(Sampler):
             max_batch=max_batch,
             closed=self._closed,
             record_experts=record_experts,
+            record_kept=record_kept,
         )
+        self.records_kept = record_kept
         shardings = None if layout is None else layout.tree(model.specs)
         apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._elsewhere = shardings if apart else None
@@ -128,8 +140,12 @@ class EmbeddedSampler(Sampler):
 
         Raises:
           FloatingPointError: while iterating, if the model's logits are not finite.
+          ValueError: at the call, also for a truncated distribution without a `top_k` that the
+            record has room for, if the sampler records it.
         """
         config = self._model.config
+        if self.records_kept:
+            check_recorded(params, config.vocab_size)
         turns = check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
         # Prompts of similar length are prefilled together; the sort is stable, so that batches are
         # reproducible.

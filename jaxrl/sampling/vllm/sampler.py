@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.sampling.base import Completion, Sampler, SamplingParams, Turn, check_turns
+from jaxrl.sampling.base import (
+    Completion,
+    Sampler,
+    SamplingParams,
+    Turn,
+    check_recorded,
+    check_turns,
+)
+from jaxrl.sampling.vllm.kept import read_kept
 from jaxrl.sampling.vllm.logprobs import VllmScorer, valid_logprob
 from jaxrl.sampling.vllm.router import GENERATE, SamplerError, UnpublishedWeightsError
 
@@ -36,6 +44,7 @@ class _Partial(NamedTuple):
     logprobs: list[float]
     versions: list[int]
     experts: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
 class HttpRequest(NamedTuple):
@@ -66,9 +75,11 @@ class VllmSampler(VllmScorer, Sampler):
         timeout: float = 600.0,
         headers: Mapping[str, str] | None = None,
         routed_layers: int = 0,
+        record_kept: bool = False,
     ) -> None:
         """Makes the client as `VllmScorer` does. Completions record the experts of the model's last
-        `routed_layers` layers, which the servers must then report."""
+        `routed_layers` layers, and with `record_kept` the tokens that truncated sampling kept,
+        which the servers must then report."""
         super().__init__(
             urls,
             max_positions=max_positions,
@@ -77,7 +88,7 @@ class VllmSampler(VllmScorer, Sampler):
             timeout=timeout,
             headers=headers,
         )
-        self._routed_layers = routed_layers
+        self._routed_layers, self.records_kept = routed_layers, record_kept
         self._served = Served(0)
 
     @property
@@ -103,6 +114,8 @@ class VllmSampler(VllmScorer, Sampler):
             refuses a request. Completions that were yielded before stay valid.
         """
         turns = check_turns(turns, max_positions=self._max_positions, vocab_size=self._vocab_size)
+        if self.records_kept:
+            check_recorded(params, self._vocab_size)
         groups: list[list[Turn]] = []
         for turn in turns:
             if groups and _follows(turn, groups[-1][-1]):
@@ -137,6 +150,8 @@ class VllmSampler(VllmScorer, Sampler):
                     before = one.partial.experts
                     experts = _read_experts(choice, before, tokens=tokens, layers=layers)
                     partial = partial._replace(experts=experts)
+                if self.records_kept:
+                    partial = _with_kept(partial, choice, one, vocab_size=self._vocab_size)
                 reason, end = choice["finish_reason"], find_end(partial.tokens, one.params)
                 if reason == "abort" and end is None:
                     todo.append(one._replace(turns=[turn], partial=partial))
@@ -146,7 +161,11 @@ class VllmSampler(VllmScorer, Sampler):
 
     def _generate(self, request: HttpRequest) -> list[dict[str, Any]]:
         tokens = request.turns[0].context.tolist() + request.partial.tokens
-        asked = {"token_ids": tokens, "sampling_params": sampling_settings(request)}
+        settings = sampling_settings(request)
+        if self.records_kept and request.params.temperature == 0:
+            # vLLM's record needs a positive temperature and a top_k.
+            settings |= {"temperature": 1.0, "top_k": 1}
+        asked = {"token_ids": tokens, "sampling_params": settings}
         return self._post(request, asked | _model(request.served))
 
     def _post(
@@ -277,6 +296,18 @@ def _parse_choice(choice: dict[str, Any], request: HttpRequest) -> _Partial:
     return _Partial(before.tokens + tokens, before.logprobs + logprobs, before.versions + versions)
 
 
+def _with_kept(
+    whole: _Partial, choice: dict[str, Any], request: HttpRequest, *, vocab_size: int
+) -> _Partial:
+    """Adds the records of a choice's tokens, which are the last of `whole`."""
+    before = request.partial
+    done = len(before.tokens)
+    kept, logprobs = read_kept(choice, whole.logprobs[done:], request.params, vocab_size=vocab_size)
+    if kept is not None and before.kept is not None:
+        kept = np.concatenate([before.kept, kept])
+    return whole._replace(kept=kept, logprobs=before.logprobs + logprobs)
+
+
 def _read_experts(
     choice: Mapping[str, Any], before: np.ndarray | None, *, tokens: int, layers: int
 ) -> np.ndarray | None:
@@ -321,6 +352,7 @@ def _completion(turn: Turn, whole: _Partial, *, reason: str, end: int | None) ->
         versions=np.asarray(versions, np.int32),
         finish_reason="length" if reason == "length" and end is None else "stop",
         experts=None if whole.experts is None else whole.experts[:computed],
+        kept=None if whole.kept is None else whole.kept[:end],
     )
 
 
