@@ -30,6 +30,7 @@ def by_sequence(
     assert kv_seqlen is q_seqlen
     assert kv_offsets is q_offsets
     tokens = jnp.arange(q.shape[1])[None]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
 
     def of_row(q, k, v, lengths, starts):
         first, end = starts[:-1, None], (starts[:-1] + lengths)[:, None]
@@ -45,17 +46,25 @@ def by_sequence(
     return jax.vmap(of_row)(q, k, v, q_seqlen, q_offsets)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_packed_form_gets_the_rows_sequences(window, monkeypatch):
-    monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
+def test_packed_form_gets_the_rows_sequences(window, shared, monkeypatch):
+    heads = []
 
+    def kernel(q, k, v, **settings):
+        heads.append((q.shape[2], k.shape[2], v.shape[2]))
+        return by_sequence(q, k, v, **settings)
+
+    monkeypatch.setattr(fused, "dot_product_attention", kernel)
+    monkeypatch.setattr(cudnn, "_SHARED", shared)
     found = results(cudnn.packed, 64, 8, window=window)
     assert_equal(found, results(attention, 64, 8, window=window))
+    assert set(heads) == {(4, 2, 2) if shared else (4, 4, 4)}
 
 
 def test_too_many_sequences_give_nan(monkeypatch):
     monkeypatch.setattr(fused, "dot_product_attention", by_sequence)
-    (q, k, v, _), _ = inputs(64, 8)
+    (q, k, v, _), _ = inputs(64, 8, 8, 2)
     segments = jnp.stack([jnp.arange(64), jnp.minimum(jnp.arange(64), most_sequences(64))])
     out = cudnn.packed(q, k, v, segments, scoring=Scoring(None, 0.35), precision=parse("fp32"))
     assert np.isnan(out[0]).all()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
-from jaxrl.models.attention import kernels
+from jaxrl.models.attention import kernels, splash
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.visible import Tree
@@ -29,28 +29,34 @@ def layout(**sizes) -> Layout:
 
 
 @functools.cache
-def inputs(length: int, head_dim: int):
-    """Two rows, several sequences and padding in each; 4 query heads, 2 key heads."""
+def inputs(length: int, head_dim: int, value_dim: int, rows: int):
+    """Several sequences and padding in each row; 4 query heads, 2 key heads."""
     rng = np.random.default_rng(length)
-    shapes = [(2, length, heads, head_dim) for heads in (4, 2, 2, 4)]
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    shapes = [(4, head_dim), (2, head_dim), (2, value_dim), (4, value_dim)]
+    shapes = [(2, length, *shape) for shape in shapes]
+    arrays = [jnp.asarray(rng.normal(size=shape)[:rows], jnp.float32) for shape in shapes]
     segments = np.sort(rng.integers(1, 4, (2, length)), axis=1)
     segments[:, -length // 8 :] = 0
-    return arrays, jnp.asarray(segments, jnp.int32)
+    return arrays, jnp.asarray(segments[:rows], jnp.int32)
 
 
-def results(attend, length: int, head_dim: int, *, window=None):
+def results(attend, length: int, head_dim: int, *, window=None, cap=None, **more):
     """Output and gradients; what padding sees is nobody's business."""
-    (q, k, v, dout), segments = inputs(length, head_dim)
+    sizes = (more.get("value_dim", head_dim), more.get("rows", 2))
+    (q, k, v, dout), segments = inputs(length, head_dim, *sizes)
     real = (segments > 0)[:, :, None, None]
 
     @jax.jit
-    def both(q, k, v):
-        call = functools.partial(attend, scoring=Scoring(window, SCALE), precision=FP32)
-        out, backward = jax.vjp(lambda *x: jnp.where(real, call(*x, segments), 0), q, k, v)
+    def both(q, k, v, sinks):
+        def call(q, k, v, sinks):
+            scoring = Scoring(window, SCALE, cap, sinks)
+            out = attend(q, k, v, segments, scoring=scoring, precision=FP32)
+            return jnp.where(real, out, 0)
+
+        out, backward = jax.vjp(call, q, k, v, sinks)
         return out, backward(dout)
 
-    return jax.device_get(both(q, k, v))
+    return jax.device_get(both(q, k, v, more.get("sinks")))
 
 
 @functools.cache
@@ -78,7 +84,7 @@ def test_a_window_reaches_over_devices():
 
 def test_no_empty_array_enters_a_shard_map():
     """jaxlib 0.11 crashes there while it compiles, even if tests run with an older one."""
-    (q, k, v, _), segments = inputs(64, 8)
+    (q, k, v, _), segments = inputs(64, 8, 8, 2)
     attend = kernels.by_kernel("xla", layout=layout(context=8))
     scoring = Scoring(None, SCALE)
     call = functools.partial(attend, segments=segments, scoring=scoring, precision=FP32)
@@ -94,9 +100,9 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_splash_attention_with_one_kernel_for_all_gradients(sizes, monkeypatch):
-    monkeypatch.setattr(kernels, "_LARGE", (jax.devices()[0].device_kind,))
-    monkeypatch.setattr(kernels, "_BLOCKS", (1024, 128))
-    assert kernels._is_fused(256, 128, *kernels._LARGE)
+    monkeypatch.setattr(splash, "_LARGE", (jax.devices()[0].device_kind,))
+    monkeypatch.setattr(splash, "_BLOCKS", (1024, 128))
+    assert splash.is_fused(256, 128, *splash._LARGE)
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, 256, 128), expected(256, 128))
 
@@ -105,6 +111,42 @@ def test_splash_attention_with_one_kernel_for_all_gradients(sizes, monkeypatch):
 def test_splash_with_one_window(sizes):
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, 256, 128, window=20), results(attention, 256, 128, window=20))
+
+
+SINKS = jnp.asarray([-1.0, 0.5, 2.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form"),
+    [
+        ({}, {"sinks": SINKS, "cap": 0.7, "rows": 1}),
+        ({}, {"head_dim": 192, "value_dim": 96}),
+        (
+            {"data": 2, "context": 2, "tensor": 2},
+            {"sinks": SINKS, "cap": 0.7, "window": 20, "head_dim": 64},
+        ),
+    ],
+)
+def test_splash_with_the_scores_and_heads_of_all_families(sizes, form):
+    settings: Any = {"length": 256, "head_dim": 128} | form
+    attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
+    assert_equal(results(attend, **settings), results(attention, **settings))
+
+
+def test_splash_computes_only_blocks_that_share_a_sequence():
+    lengths, length = [300, 50, 400, 200, 50], 1024
+    segments = np.repeat([1, 2, 3, 4, 0], [*lengths[:-1], length - sum(lengths[:-1])])
+    own = np.tril(segments[:, None] == segments[None, :])
+    wanted = own.reshape(8, 128, 8, 128).any((1, 3))
+    q, there = jnp.zeros((1, length, 4, 128)), layout()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(splash, "_BLOCKS", (256, 128))
+        scoring = Scoring(None, SCALE)
+        kernel = splash.build(q, there, scoring=scoring, interpret=True)
+    ids = jnp.asarray(segments, jnp.int32)
+    of_row = splash._of_row(kernel, ids, ids)
+    for info in (of_row.fwd_mask_info, of_row.dq_mask_info, of_row.dkv_mask_info):
+        assert np.count_nonzero(info.block_mask) == np.count_nonzero(wanted) == 20
 
 
 @pytest.mark.parametrize(
@@ -119,8 +161,8 @@ def test_splash_with_one_window(sizes):
     ],
 )
 def test_blocks_of_splash(tokens, kind, block, fused):
-    assert kernels._block(tokens, kind) == block
-    assert kernels._is_fused(tokens, block, kind) == fused
+    assert splash.block_size(tokens, kind) == block
+    assert splash.is_fused(tokens, block, kind) == fused
 
 
 def test_a_decoder_gets_what_the_devices_have():
@@ -173,10 +215,11 @@ A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
         (TPU, {"windows": (300, 300)}, "splash"),
         (TPU, {"windows": (300, None)}, "splash"),
         (TPU, {"precision": "fp16_master"}, "xla"),
-        (TPU, {"score_cap": 50.0}, "xla"),
+        (TPU, {"score_cap": 50.0}, "splash"),
+        (TPU, {"sinks": True}, "splash"),
         (H100, {"score_cap": 50.0}, "xla"),
         (H100, {"sinks": True}, "xla"),
-        (TPU, {"head_dim": 64}, "xla"),
+        (TPU, {"head_dim": 64}, "splash"),
         (TPU, {"length": 1000}, "xla"),
         (A100, {"precision": "fp16_master", "length": 1000}, "cudnn"),
         (A100, {"head_dim": 256}, "xla"),

@@ -17,6 +17,10 @@ from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.visible import Tree, in_segments, in_tree
 
+# With fewer heads of keys than of queries, older versions give cuDNN the offsets of sequences in
+# keys and values for the number of query heads (jax-ml/jax#39521).
+_SHARED = jax.__version_info__ >= (0, 11)
+
 
 def head_dim_limit(capability: str) -> int:
     """Returns the largest head size on a GPU of this compute capability, such as "9.0"."""
@@ -63,16 +67,19 @@ def packed(
 ) -> jax.Array:
     """Computes `blocks.attention` over whole rows by the packed form, for scores without cap.
 
-    A row with more than `most_sequences` gives NaN. Keys and values are repeated for the query
-    heads that share them: with fewer heads, jax 0.10 gives cuDNN wrong offsets (jax-ml/jax#39521).
+    A row with more than `most_sequences` gives NaN. Before jax 0.11, keys and values are repeated
+    for the query heads that share them (`_SHARED`).
     """
     # jax.nn.dot_product_attention has no arguments for packed sequences.
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    groups = q.shape[2] // k.shape[2]
+    groups = 1 if _SHARED else q.shape[2] // k.shape[2]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
     most = most_sequences(q.shape[1]) + 1  # padding is one, too
     lengths, starts, count = find_sequences(segments, most=most)
+    # A compiled program cannot raise an error. NaN cannot be mistaken for a result. The pass that
+    # makes the queries writes it; the result would be read and written once more.
+    q = jnp.where((count <= most)[:, None, None, None], q, jnp.nan)
     out = fused.dot_product_attention(
         q,
         jnp.repeat(k, groups, axis=2),
@@ -86,9 +93,7 @@ def packed(
         sliding_window_length=scoring.window,
     )
     assert isinstance(out, jax.Array)  # without return_residual
-    # A compiled program cannot raise an error. NaN cannot be mistaken for a result.
-    fits = (count <= most)[:, None, None, None]
-    return jnp.where(fits, out, jnp.nan).astype(precision.activations)
+    return out.astype(precision.activations)
 
 
 def masked(

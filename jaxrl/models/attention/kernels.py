@@ -17,10 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision
-from jaxrl.models.attention import cudnn
+from jaxrl.models.attention import cudnn, splash
 from jaxrl.models.attention.blocks import Attend, Part, attention
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.attention.tree import KEPT
 from jaxrl.models.attention.visible import Tree
 from jaxrl.models.families import DecoderConfig
 from jaxrl.sharding.mesh import make_mesh
@@ -32,14 +31,6 @@ Wanted = Kernel | Literal["auto"]
 """A kernel, or the one that `choose_kernel` finds."""
 
 _AGREEMENT = 0.05  # largest relative norm of the difference of two kernels in 16 bits
-_LANES = 128  # of a TPU's vector unit; splash attention needs multiples of it
-# Tokens per block of splash; the first that divides a row is used. Blocks of 1,024 cost 8 to 10 %
-# less per score on v6e and nothing less on v5p (docs/chips.md); in short rows they mask more.
-_BLOCKS = (1024, 512, 256, 128)
-_LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
-# Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
-# queries once for each part of the keys, in their dtype, and XLA adds the parts.
-_FUSED = 4
 
 
 def choose_kernel(
@@ -65,12 +56,6 @@ def choose_kernel(
         "splash": _no_splash(device, config, precision, own),
         "cudnn": _no_cudnn(device, config, precision),
     }
-    if config.score_cap is not None:
-        reasons = dict.fromkeys(reasons, "does not support soft caps of scores")
-    if config.sinks:
-        reasons = dict.fromkeys(reasons, "does not support attention sinks")
-    if config.latent is not None:
-        reasons = dict.fromkeys(reasons, "does not support values of another size than keys")
     if precision.sums == "fixed":
         reasons = dict.fromkeys(reasons, "adds in its own order, which sums=fixed does not allow")
     if wanted == "auto":
@@ -84,11 +69,10 @@ def choose_kernel(
 def _no_splash(device: Any, config: DecoderConfig, precision: Precision, own: int) -> str | None:
     if device.platform != "tpu":
         return f"is for TPUs, but the devices are of the platform {device.platform!r}"
-    if config.head_dim % _LANES or own % _LANES:
-        return (
-            f"needs multiples of {_LANES}, but the model's head_dim is {config.head_dim} and a "
-            f"device has {own} tokens of a row"
-        )
+    if own % splash.LANES:
+        return f"needs a multiple of {splash.LANES} tokens, but a device has {own} of a row"
+    if config.latent is not None and precision.latent == "absorbed":
+        return "does not support the absorbed form of latent attention, with one head of keys"
     if precision.compute == jnp.float16:
         return "does not support f16, which the TPU's vector unit lacks"
     if precision.compute == jnp.float32:
@@ -101,6 +85,12 @@ def _no_cudnn(device: Any, config: DecoderConfig, precision: Precision) -> str |
         return f"is for NVIDIA GPUs, but the devices are of the platform {device.platform!r}"
     if precision.compute.itemsize != 2:
         return f"computes in bf16 or f16, but precision.compute is {precision.compute.name}"
+    if config.score_cap is not None:
+        return "does not support soft caps of scores"
+    if config.sinks:
+        return "does not support attention sinks"
+    if config.latent is not None:
+        return "does not support values of another size than keys"
     limit = cudnn.head_dim_limit(device.compute_capability)
     if config.head_dim % 8 or config.head_dim > limit:
         return (
@@ -191,14 +181,13 @@ def _example(
 ) -> tuple[jax.Array, ...]:
     """Runs attention over real tokens of a made-up row; returns output and gradients in f32."""
     rng, groups = np.random.default_rng(0), config.num_heads // config.num_kv_heads
-    inputs = [
-        rng.normal(size=(1, 512, heads, config.head_dim)).astype(precision.activations)
-        # One key head with its query heads: the kernels treat all heads alike.
-        for heads in (groups, 1, 1)
-    ]
+    # One key head with its query heads: the kernels treat all heads alike.
+    shapes = ((groups, config.head_dim), (1, config.head_dim), (1, config.value_dim))
+    inputs = [rng.normal(size=(1, 512, *shape)).astype(precision.activations) for shape in shapes]
+    sinks = jnp.asarray(rng.normal(size=groups), jnp.float32) if config.sinks else None
 
     def run(q, k, v):
-        scoring = Scoring(window, config.score_scale, config.score_cap)
+        scoring = Scoring(window, config.score_scale, config.score_cap, sinks)
         out = attend(q, k, v, rows, scoring=scoring, precision=precision)
         # Kernels may write anything at padding.
         real = (_rows()[0] > 0)[:, :, None, None]
@@ -236,7 +225,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
         constant = None
         if kernel == "splash":
-            constant = _splash_kernel(q, layout, window=scoring.window, interpret=interpret)
+            constant = splash.build(q, layout, scoring=scoring, interpret=interpret)
         return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
     return on_mesh
@@ -298,66 +287,11 @@ def _xla(q, k, v, given: _Given, *, precision):
     return attention(q, k, v, segments, scoring=scoring, precision=precision, part=part)
 
 
-def _splash_kernel(q: jax.Array, layout: Layout, *, window: int | None, interpret: bool) -> Any:
-    """Builds splash attention for queries [B, T, H, hd]; each device skips its masked blocks."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
-
-    length, shards = q.shape[1], layout.count("length")
-    kind = layout.mesh.devices.flat[0].device_kind
-    block = _block(length // shards, kind)
-    fused = _is_fused(length, block, kind)
-    # The mask is known at compile time, so that splash leaves masked blocks out of the program.
-    # Segments are compared at run time.
-    if window is None:
-        mask = splash.CausalMask((length, length), shard_count=shards)
-    else:
-        mask = splash.LocalMask((length, length), (window - 1, 0), 0, shard_count=shards)
-    return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
-        block_sizes=splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=2 * block if fused else block,
-            block_kv_dkv_compute=block,
-            block_q_dq=None if fused else block,
-            block_kv_dq=None if fused else block,
-            use_fused_bwd_kernel=fused,
-        ),
-        # shard_map has divided the heads; only the mask of the queries differs between devices.
-        head_shards=1,
-        q_seq_shards=shards,
-        residual_checkpoint_name=KEPT,
-        interpret=interpret,
-    )
-
-
-def _block(tokens: int, kind: str) -> int:
-    """Returns the tokens of splash's blocks, for this number of tokens of a row on a device."""
-    sizes = _BLOCKS[1:] if tokens < _LONG or kind not in _LARGE else _BLOCKS
-    return next(size for size in sizes if tokens % size == 0)
-
-
-def _is_fused(length: int, block: int, kind: str) -> bool:
-    """Tells if one kernel computes all gradients, for rows of `length` keys."""
-    wide = 2 * block
-    parts, rest = divmod(length, wide)
-    return kind in _LARGE and wide <= _BLOCKS[0] and rest == 0 and parts <= _FUSED
-
-
 def _splash(q, k, v, given: _Given, *, precision):
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    segments, scoring, part, constant = given  # `constant` knows the window
-    # The kernel does not scale, so that queries are rounded once more than in `attention`.
-    scaled = (q.astype(precision.accumulate) * scoring.scale).astype(precision.compute)
-    k, v = k.astype(precision.compute), v.astype(precision.compute)
-    of_keys = segments if part is None else part.segments
+    segments, scoring, part, kernel = given
     assert not isinstance(segments, Tree)
-    assert not isinstance(of_keys, Tree)
-    ids = splash.SegmentIds(q=segments, kv=of_keys)
-    out = jax.vmap(constant)(*(x.transpose(0, 2, 1, 3) for x in (scaled, k, v)), ids)
-    return out.transpose(0, 2, 1, 3).astype(precision.activations)
+    settings: Any = {"scoring": scoring, "part": part, "precision": precision}
+    return splash.attend(kernel, q, k, v, segments, **settings)
 
 
 def _is_packed(device: Any) -> bool:
