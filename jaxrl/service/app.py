@@ -1,6 +1,7 @@
 """The routes of the Tinker API for training and sampling; `jaxrl.service.listing` has the rest."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
@@ -78,7 +79,7 @@ async def _heartbeat(service: Service, owner: str, request: Request) -> Response
     session = request.path_params.get("session")
     if session is None:
         session = types.SessionHeartbeatRequest.model_validate(await request.json()).session_id
-    owned(service, "sessions", session, owner)
+    owned(service, "sessions", key=session, owner=owner)
     return reply(types.SessionHeartbeatResponse())
 
 
@@ -113,7 +114,7 @@ def _check_base(service: Service, name: str) -> None:
 
 async def _create_model(service: Service, owner: str, request: Request) -> Response:
     asked = types.CreateModelRequest.model_validate(await request.json())
-    owned(service, "sessions", asked.session_id, owner)
+    owned(service, "sessions", key=asked.session_id, owner=owner)
     _check_base(service, asked.base_model)
     if asked.optimizer_config.type != "adamw":
         raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
@@ -154,7 +155,7 @@ async def _load_weights(service: Service, owner: str, request: Request) -> Respo
         raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
     body = asked.model_dump_json().encode()
     if asked.session_id is not None:
-        owned(service, "sessions", asked.session_id, owner)
+        owned(service, "sessions", key=asked.session_id, owner=owner)
         if asked.base_model is not None:
             _check_base(service, asked.base_model)
         content = {key: row[key] for key in ("rank", "attention", "mlp", "seed")}
@@ -162,7 +163,7 @@ async def _load_weights(service: Service, owner: str, request: Request) -> Respo
         model = f"{asked.session_id}:train:{asked.model_seq_id}"
         return await _new_model(service, owner, model, content, kind="load", body=body)
     model = asked.model_id or ""
-    owned(service, "models", model, owner)
+    owned(service, "models", key=model, owner=owner)
     kind = Kind(row["rank"], row["attention"], row["mlp"])
     if kind != service.engine.kind(model):
         raise RefusedError(f"{asked.path} holds {kind}, and {model} {service.engine.kind(model)}")
@@ -173,7 +174,7 @@ async def _load_weights(service: Service, owner: str, request: Request) -> Respo
 
 async def _get_info(service: Service, owner: str, request: Request) -> Response:
     asked = types.GetInfoRequest.model_validate(await request.json())
-    content = json.loads(owned(service, "models", asked.model_id, owner)["content"])
+    content = json.loads(owned(service, "models", key=asked.model_id, owner=owner)["content"])
     data = types.ModelData(
         arch=service.engine.base.model.config.model_type,
         model_name=service.name,
@@ -199,7 +200,7 @@ async def _forward_backward(service: Service, owner: str, request: Request) -> R
         asked = proto.ForwardBackwardRequest.FromString(body)
     except Exception as damaged:
         raise RefusedError(f"the body is no ForwardBackwardRequest: {damaged}") from None
-    owned(service, "models", asked.model_id, owner)
+    owned(service, "models", key=asked.model_id, owner=owner)
     return await _accept(
         service, owner, kind="compute", target=asked.model_id, seq=asked.seq_id, body=body
     )
@@ -207,7 +208,7 @@ async def _forward_backward(service: Service, owner: str, request: Request) -> R
 
 async def _in_order(service: Service, owner: str, request: Request, *, kind: str) -> Response:
     content = await request.json()
-    owned(service, "models", content.get("model_id", ""), owner)
+    owned(service, "models", key=content.get("model_id", ""), owner=owner)
     target, seq = content["model_id"], content.get("seq_id")
     if seq is None:
         raise RefusedError("seq_id is missing; the official client numbers its requests")
@@ -272,7 +273,7 @@ def _acknowledged(engine: Engine, name: str, target: str) -> Response:
 
 async def _create_sampler(service: Service, owner: str, request: Request) -> Response:
     asked = types.CreateSamplingSessionRequest.model_validate(await request.json())
-    owned(service, "sessions", asked.session_id, owner)
+    owned(service, "sessions", key=asked.session_id, owner=owner)
     path = BASE
     if asked.model_path is not None:
         row = service.engine.checkpoint(asked.model_path)
@@ -296,7 +297,7 @@ async def _create_sampler(service: Service, owner: str, request: Request) -> Res
 
 async def _join_sampler(service: Service, owner: str, request: Request) -> Response:
     asked = types.JoinSamplingSessionRequest.model_validate(await request.json())
-    row = owned(service, "samplers", asked.sampling_session_id, owner)
+    row = owned(service, "samplers", key=asked.sampling_session_id, owner=owner)
     with service.engine.store.transaction() as db:
         db.execute("UPDATE samplers SET next_clone = next_clone + 1 WHERE id = ?", (row["id"],))
         (found,) = db.execute(
@@ -310,7 +311,7 @@ async def _sample(service: Service, owner: str, request: Request) -> Response:
     sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
     if sampler is None or seq is None:
         raise RefusedError("sampling_session_id or seq_id is missing; create a sampling session")
-    row = owned(service, "samplers", sampler, owner)
+    row = owned(service, "samplers", key=sampler, owner=owner)
     body = json.dumps(with_seed(content)).encode()
     return await _accept(
         service, owner, kind="sample", target=sampler, seq=seq, body=body, weights=row["path"]
@@ -320,17 +321,23 @@ async def _sample(service: Service, owner: str, request: Request) -> Response:
 async def _retrieve(service: Service, owner: str, request: Request) -> Response:
     asked = types.FutureRetrieveRequest.model_validate(await request.json())
     engine, name = service.engine, asked.request_id
-    owned(service, "requests", name, owner)
-    loop = asyncio.get_running_loop()
-    finished = asyncio.Event()
-    engine.listen(name, lambda: loop.call_soon_threadsafe(finished.set))
-    row = await run_in_threadpool(owned, service, "requests", name, owner)
+    row = owned(service, "requests", key=name, owner=owner)
     if row["status"] == "queued":
-        try:
-            await asyncio.wait_for(finished.wait(), POLL_SECONDS)
-        except TimeoutError:
-            return reply(TryAgainResponse(request_id=name, queue_state="active", type="try_again"))
-        row = await run_in_threadpool(owned, service, "requests", name, owner)
+        loop, finished = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the server ends
+                loop.call_soon_threadsafe(finished.set)
+
+        engine.listen(name, tell)
+        # It may have finished before `tell` was known.
+        if owned(service, "requests", key=name, owner=owner)["status"] == "queued":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(finished.wait(), POLL_SECONDS)
+        engine.forget(name, tell)
+        row = owned(service, "requests", key=name, owner=owner)
+    if row["status"] == "queued":
+        return reply(TryAgainResponse(request_id=name, queue_state="active", type="try_again"))
     if row["answer"] is None:
         return error(410, f"the answer to {name} is no longer kept")
     media = "application/x-protobuf" if row["form"] == "proto" else "application/json"
@@ -339,7 +346,7 @@ async def _retrieve(service: Service, owner: str, request: Request) -> Response:
 
 async def _cancel(service: Service, owner: str, request: Request) -> Response:
     name = (await request.json()).get("request_id", "")
-    owned(service, "requests", name, owner)
+    owned(service, "requests", key=name, owner=owner)
     work = service.engine.queue.cancel(name)
     if work is not None:
         service.engine.fail(work, RefusedError("the client cancelled the request"))

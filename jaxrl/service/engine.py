@@ -112,7 +112,9 @@ class Engine:
             if call in calls:
                 calls.remove(call)
 
-    def finish(self, request: str, answer: bytes, *, form: str = "json", failed: bool = False):
+    def finish(
+        self, request: str, answer: bytes, *, form: str = "json", failed: bool = False
+    ) -> None:
         """Writes the answer to a request and tells those who wait."""
         self.store.finish(request, answer, form=form, status="failed" if failed else "done")
         with self._lock:

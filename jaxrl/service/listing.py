@@ -64,7 +64,7 @@ async def _sessions(service: Service, owner: str, request: Request) -> Response:
 
 
 async def _session(service: Service, owner: str, request: Request) -> Response:
-    row = owned(service, "sessions", request.path_params["session"], owner)
+    row = owned(service, "sessions", key=request.path_params["session"], owner=owner)
     content, store = json.loads(row["content"]), service.engine.store
     return reply(
         types.GetSessionResponse(
@@ -81,7 +81,7 @@ async def _session(service: Service, owner: str, request: Request) -> Response:
 
 
 async def _sampler(service: Service, owner: str, request: Request) -> Response:
-    row = owned(service, "samplers", request.path_params["sampler"], owner)
+    row = owned(service, "samplers", key=request.path_params["sampler"], owner=owner)
     return reply(
         types.GetSamplerResponse(
             sampler_id=row["id"], base_model=service.name, model_path=row["path"] or None
@@ -108,9 +108,8 @@ async def _runs(service: Service, owner: str, request: Request) -> Response:
 
 
 async def _run(service: Service, owner: str, request: Request) -> Response:
-    return reply(
-        _training_run(service, owned(service, "models", request.path_params["run"], owner))
-    )
+    row = owned(service, "models", key=request.path_params["run"], owner=owner)
+    return reply(_training_run(service, row))
 
 
 def _training_run(service: Service, row: dict[str, Any]) -> types.TrainingRun:
@@ -156,7 +155,7 @@ def _time(seconds: float) -> datetime.datetime:
 
 async def _checkpoints_of(service: Service, owner: str, request: Request) -> Response:
     service.engine.expire()
-    run = owned(service, "models", request.path_params["run"], owner)
+    run = owned(service, "models", key=request.path_params["run"], owner=owner)
     rows = service.engine.store.all(
         "SELECT * FROM checkpoints WHERE model = ? AND kind != 'ephemeral' ORDER BY created",
         run["id"],

@@ -65,7 +65,7 @@ def reply(response: Any) -> Response:
     return Response(answers.encode(response), media_type="application/json")
 
 
-def owned(service: Service, table: str, key: str, owner: str) -> dict[str, Any]:
+def owned(service: Service, table: str, *, key: str, owner: str) -> dict[str, Any]:
     """Returns a row that belongs to the owner.
 
     Raises:
