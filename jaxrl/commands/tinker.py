@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         ) from None
     state = Path(config.state_dir)
     state.mkdir(parents=True, exist_ok=True)
-    keys = _keys(config.host, state)
+    keys = find_keys(config.host, state)
     port = config.port or free_port(config.host, 0)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     with open_service(
@@ -76,7 +76,7 @@ def _serve(app: Any, *, host: str, port: int, ready: str) -> None:
         Server(settings).run()
 
 
-def _keys(host: str, state: Path) -> list[str]:
+def find_keys(host: str, state: Path) -> list[str]:
     """Returns the keys that clients may use: those of the environment variable, with commas in
     between, or one that is made once and kept beside the state.
 
