@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "measure the accelerator that is there, with random weights",
     "plan": "compile a run's step for chips you do not have: memory and speed",
     "serve": "run vLLM servers that accept weights from a learner",
+    "tinker": "serve a model to clients of the Tinker API, which train it",
     "export": "write a checkpoint as a Hugging Face model",
     "watch": "follow a run from another terminal",
     "report": "write an HTML page about one or more runs",

@@ -61,10 +61,13 @@ class Update(NamedTuple):
         loss, and "loss", "grad_norm" (before clipping), "loss_scale", "skipped_steps" (since the
         start). With parameters of fewer than 32 bits also "update/absorbed": the share of the
         optimizer's updates, other than 0, that rounding to `params` takes away.
+      apply: (state, gradients in f32, without the loss scale) -> (state, metrics): the end of a
+        step, for gradients that were summed elsewhere; "loss" is not among the metrics.
     """
 
     init: Callable[[Any], LearnerState]
     step: Callable[..., tuple[LearnerState, Metrics]]
+    apply: Callable[[LearnerState, Any], tuple[LearnerState, Metrics]]
 
 
 Rows = TypeVar("Rows")  # a tree of arrays [N, ...]
@@ -119,17 +122,20 @@ def make_update(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         if precision.sums == "fixed":
             grads = lora.of_adapters(state.params, grads)
+        state, own = apply(state, grads)
+        return state, metrics | {"loss": Mean(value, denominator)} | own
+
+    def apply(state: LearnerState, grads: Any) -> tuple[LearnerState, Metrics]:
         grad_norm = optax.tree.norm(grads)
         new_state, lost = _apply(state, grads, jnp.isfinite(grad_norm), optimizer, precision)
         # A step that changes a shape or dtype of its state would recompile at the next call.
         chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
         own = {
-            "loss": Mean(value, denominator),
             "grad_norm": _once(grad_norm),
             "loss_scale": _once(state.loss_scale.scale, kind=Latest),
             "skipped_steps": _once(new_state.loss_scale.skipped, kind=Latest),
         }
-        return new_state, metrics | own | lost
+        return new_state, own | lost
 
     def init(params: Any) -> LearnerState:
         trained = cast(lora.trainable(params), precision.params)
@@ -141,7 +147,7 @@ def make_update(
             loss_scale=init_loss_scale(precision.loss_scale),
         )
 
-    return Update(init, step)
+    return Update(init, step, apply)
 
 
 def make_forward(

@@ -1,0 +1,41 @@
+"""The keys of `jaxrl tinker`."""
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from jaxrl.config.section import Attention, Remat
+from jaxrl.config.tables import BaseConfig
+
+
+class TinkerConfig(BaseConfig):
+    """Settings of the service."""
+
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8000
+    """Port to listen at; 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any address but loopback is open to other machines and needs the
+    environment variable TINKER_API_KEY."""
+
+    name: str | None = None
+    """Name of the base model for clients, such as Qwen/Qwen3-8B; default: MODEL_DIR as given."""
+
+    state_dir: str = "runs/tinker"
+    """Directory of checkpoints and of all that a restarted server goes on from."""
+
+    microbatch_tokens: PositiveInt = 8192
+    """Tokens, padding included, of one forward and backward pass, over all tenants in it."""
+
+    slots: PositiveInt = 16
+    """Tenants with adapters on the devices; others wait on disk."""
+
+    max_batch: PositiveInt = 64
+    """Samples drawn at once."""
+
+    snapshot_seconds: NonNegativeInt = 30
+    """A model is written to disk after an optimizer step if the last time is longer ago. Requests
+    since then are kept and computed again after a restart, so that nothing is lost."""
+
+    remat: Remat = "matmuls"
+    attention: Attention = "auto"

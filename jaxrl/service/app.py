@@ -1,0 +1,353 @@
+"""The routes of the Tinker API for training and sampling; `jaxrl.service.listing` has the rest."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+import uuid
+from typing import Any
+
+import zstandard
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
+from tinker.types.try_again_response import TryAgainResponse
+
+from jaxrl.service import answers
+from jaxrl.service.engine import Engine
+from jaxrl.service.pool import Kind
+from jaxrl.service.requests import Work, decode, with_seed
+from jaxrl.service.routing import Handler, Service, error, owned, reply, route
+from jaxrl.service.sampling import BASE
+from jaxrl.service.state import dumps
+from jaxrl.service.wire import RefusedError
+
+POLL_SECONDS = 20.0  # the client waits 45 for an answer
+_FULL = "rank = 0 trains all parameters"
+
+
+def routes(service: Service) -> list[Route]:
+    """Lists the routes of sessions, training, sampling and futures."""
+    posts: dict[str, Handler] = {
+        "create_session": _create_session,
+        "session_heartbeat": _heartbeat,
+        "sessions/{session}/finish": _heartbeat,
+        "client/config": _config,
+        "client/dynamic_config": _dynamic_config,
+        "telemetry": _telemetry,
+        "create_model": _create_model,
+        "load_weights": _load_weights,
+        "get_info": _get_info,
+        "forward_backward": _forward_backward,
+        "optim_step": functools.partial(_in_order, kind="step"),
+        "save_weights": functools.partial(_in_order, kind="save"),
+        "save_weights_for_sampler": functools.partial(_in_order, kind="publish"),
+        "create_sampling_session": _create_sampler,
+        "join_sampling_session": _join_sampler,
+        "asample": _sample,
+        "retrieve_future": _retrieve,
+        "cancel_future": _cancel,
+    }
+    found = [route(service, path, handler) for path, handler in posts.items()]
+    found.append(route(service, "get_server_capabilities", _capabilities, method="GET"))
+    found.append(Route("/api/v1/healthz", lambda _: JSONResponse({"status": "ok"})))
+    return found
+
+
+def application(service: Service, more: list[Route]) -> Starlette:
+    """Makes the ASGI application; `more` are further routes."""
+    return Starlette(routes=[*routes(service), *more])
+
+
+async def _create_session(service: Service, owner: str, request: Request) -> Response:
+    asked = types.CreateSessionRequest.model_validate(await request.json())
+    await run_in_threadpool(service.engine.expire)
+    session = f"session-{uuid.uuid4().hex[:12]}"
+    content = asked.model_dump(include={"tags", "user_metadata", "display_name"})
+    service.engine.store.insert(
+        "sessions", id=session, owner=owner, created=time.time(), content=dumps(content)
+    )
+    return reply(types.CreateSessionResponse(session_id=session))
+
+
+async def _heartbeat(service: Service, owner: str, request: Request) -> Response:
+    session = request.path_params.get("session")
+    if session is None:
+        session = types.SessionHeartbeatRequest.model_validate(await request.json()).session_id
+    owned(service, "sessions", key=session, owner=owner)
+    return reply(types.SessionHeartbeatResponse())
+
+
+async def _config(service: Service, owner: str, request: Request) -> Response:
+    return reply(
+        types.ClientConfigResponse(use_pyqwest_transport=False, sample_join_sampling_session=True)
+    )
+
+
+async def _dynamic_config(service: Service, owner: str, request: Request) -> Response:
+    return reply(types.ClientDynamicConfigResponse(sample_cancel_enabled=True))
+
+
+async def _telemetry(service: Service, owner: str, request: Request) -> Response:
+    return reply(types.TelemetryResponse(status="accepted"))
+
+
+async def _capabilities(service: Service, owner: str, request: Request) -> Response:
+    model = types.SupportedModel(
+        model_name=service.name,
+        max_context_length=service.engine.limits.max_positions,
+        trainable=True,
+        sampleable=True,
+    )
+    return reply(types.GetServerCapabilitiesResponse(supported_models=[model]))
+
+
+def _check_base(service: Service, name: str) -> None:
+    if name not in (service.name, str(service.directory)):
+        raise RefusedError(f"base_model = {name!r}: this server has {service.name!r} alone")
+
+
+async def _create_model(service: Service, owner: str, request: Request) -> Response:
+    asked = types.CreateModelRequest.model_validate(await request.json())
+    owned(service, "sessions", key=asked.session_id, owner=owner)
+    _check_base(service, asked.base_model)
+    if asked.optimizer_config.type != "adamw":
+        raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
+    config = asked.lora_config or types.LoraConfig(rank=0)
+    if config.rank < 0:
+        raise RefusedError(f"rank = {config.rank}: it must be at least 1; {_FULL}")
+    content = {
+        "rank": config.rank,
+        "attention": config.train_attn or not config.rank,
+        "mlp": config.train_mlp or not config.rank,
+        "seed": service.seed if config.seed is None else config.seed % 2**31,
+        "user_metadata": asked.user_metadata,
+    }
+    if config.rank and not (content["attention"] or content["mlp"]):
+        raise RefusedError("train_unembed alone is not supported; add train_attn or train_mlp")
+    model = f"{asked.session_id}:train:{asked.model_seq_id}"
+    body = asked.model_dump_json().encode()
+    return await _new_model(service, owner, model, content, kind="create", body=body)
+
+
+async def _new_model(
+    service: Service, owner: str, model: str, content: dict[str, Any], *, kind: str, body: bytes
+) -> Response:
+    now, session = time.time(), model.split(":train:")[0]
+    values = {"session": session, "owner": owner, "created": now, "used": now}
+    service.engine.store.insert("models", id=model, content=dumps(content), **values)
+    return await _accept(service, owner, kind=kind, target=model, seq=0, body=body)
+
+
+async def _load_weights(service: Service, owner: str, request: Request) -> Response:
+    asked = types.LoadWeightsRequest.model_validate(await request.json())
+    row = service.engine.checkpoint(asked.path)
+    if row["owner"] != owner and not row["public"]:
+        raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
+    if row["kind"] != "training":
+        raise RefusedError(f"{asked.path} was saved for sampling; load one of save_state")
+    if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
+        raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
+    body = asked.model_dump_json().encode()
+    if asked.session_id is not None:
+        owned(service, "sessions", key=asked.session_id, owner=owner)
+        if asked.base_model is not None:
+            _check_base(service, asked.base_model)
+        content = {key: row[key] for key in ("rank", "attention", "mlp", "seed")}
+        content["user_metadata"] = asked.user_metadata
+        model = f"{asked.session_id}:train:{asked.model_seq_id}"
+        return await _new_model(service, owner, model, content, kind="load", body=body)
+    model = asked.model_id or ""
+    owned(service, "models", key=model, owner=owner)
+    kind = Kind(row["rank"], row["attention"], row["mlp"])
+    if kind != service.engine.kind(model):
+        raise RefusedError(f"{asked.path} holds {kind}, and {model} {service.engine.kind(model)}")
+    return await _accept(
+        service, owner, kind="load", target=model, seq=asked.seq_id or 0, body=body
+    )
+
+
+async def _get_info(service: Service, owner: str, request: Request) -> Response:
+    asked = types.GetInfoRequest.model_validate(await request.json())
+    content = json.loads(owned(service, "models", key=asked.model_id, owner=owner)["content"])
+    data = types.ModelData(
+        arch=service.engine.base.model.config.model_type,
+        model_name=service.name,
+        tokenizer_id=str(service.directory),
+    )
+    return reply(
+        types.GetInfoResponse(
+            type="get_info",
+            model_data=data,
+            model_id=asked.model_id,
+            is_lora=content["rank"] > 0,
+            lora_rank=content["rank"] or None,
+            model_name=service.name,
+        )
+    )
+
+
+async def _forward_backward(service: Service, owner: str, request: Request) -> Response:
+    body = await request.body()
+    if request.headers.get("content-encoding") == "zstd":
+        body = zstandard.ZstdDecompressor().decompressobj().decompress(body)
+    try:
+        asked = proto.ForwardBackwardRequest.FromString(body)
+    except Exception as damaged:
+        raise RefusedError(f"the body is no ForwardBackwardRequest: {damaged}") from None
+    owned(service, "models", key=asked.model_id, owner=owner)
+    return await _accept(
+        service, owner, kind="compute", target=asked.model_id, seq=asked.seq_id, body=body
+    )
+
+
+async def _in_order(service: Service, owner: str, request: Request, *, kind: str) -> Response:
+    content = await request.json()
+    owned(service, "models", key=content.get("model_id", ""), owner=owner)
+    target, seq = content["model_id"], content.get("seq_id")
+    if seq is None:
+        raise RefusedError("seq_id is missing; the official client numbers its requests")
+    return await _accept(
+        service, owner, kind=kind, target=target, seq=seq, body=await request.body()
+    )
+
+
+async def _accept(
+    service: Service,
+    owner: str,
+    *,
+    kind: str,
+    target: str,
+    seq: int,
+    body: bytes,
+    weights: str = "",
+) -> Response:
+    """Checks a request, writes it down and queues it. A repeated one is answered alike."""
+    engine, name = service.engine, f"{target}:{seq}"
+
+    def accept() -> Response:
+        known = engine.store.one("SELECT status, answer FROM requests WHERE id = ?", name)
+        if known is not None:
+            return _acknowledged(engine, name, target)
+        values = {"target": target, "seq": seq, "owner": owner, "kind": kind}
+        ordered = kind != "sample"
+        if ordered:
+            engine.open_line(target)
+        try:
+            payload = decode(kind, body, engine.limits)
+        except ValueError as refused:
+            if not ordered:
+                raise
+            # The number is used up: requests after it must not wait for it.
+            if engine.store.accept(name, body=b"", **values):
+                engine.finish(name, answers.failure(refused, user=True), failed=True)
+                engine.queue.drop(target, seq)
+            raise RefusedError(str(refused)) from None
+        if not ordered:
+            payload = payload._replace(weights=weights)
+        if engine.store.accept(name, body=body, **values):
+            engine.queue.add(Work(name, kind, target, seq, payload))
+        return _acknowledged(engine, name, target)
+
+    return await run_in_threadpool(accept)
+
+
+def _acknowledged(engine: Engine, name: str, target: str) -> Response:
+    row = engine.store.one("SELECT kind, status, answer, body FROM requests WHERE id = ?", name)
+    assert row is not None
+    if row["status"] == "failed" and row["body"] == b"":
+        raise RefusedError(json.loads(row["answer"])["error"])
+    found = types.UntypedAPIFuture(request_id=name, model_id=target)
+    if row["kind"] == "sample" and row["body"]:
+        count = json.loads(row["body"])["num_samples"]
+        found = types.UntypedAPIFuture(
+            request_id=name, sample_sequence_ids=[f"{name}:{i}" for i in range(count)]
+        )
+    return reply(found)
+
+
+async def _create_sampler(service: Service, owner: str, request: Request) -> Response:
+    asked = types.CreateSamplingSessionRequest.model_validate(await request.json())
+    owned(service, "sessions", key=asked.session_id, owner=owner)
+    path = BASE
+    if asked.model_path is not None:
+        row = service.engine.checkpoint(asked.model_path)
+        if row["owner"] != owner and not row["public"]:
+            raise RefusedError(f"there is no checkpoint {asked.model_path!r}; list your own")
+        path = asked.model_path
+    else:
+        _check_base(service, asked.base_model or "")
+    sampler = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+    service.engine.store.insert(
+        "samplers",
+        id=sampler,
+        session=asked.session_id,
+        owner=owner,
+        created=time.time(),
+        path=path,
+        next_clone=1,
+    )
+    return reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
+
+
+async def _join_sampler(service: Service, owner: str, request: Request) -> Response:
+    asked = types.JoinSamplingSessionRequest.model_validate(await request.json())
+    row = owned(service, "samplers", key=asked.sampling_session_id, owner=owner)
+    with service.engine.store.transaction() as db:
+        db.execute("UPDATE samplers SET next_clone = next_clone + 1 WHERE id = ?", (row["id"],))
+        (found,) = db.execute(
+            "SELECT next_clone FROM samplers WHERE id = ?", (row["id"],)
+        ).fetchone()
+    return reply(types.JoinSamplingSessionResponse(client_counter=found - 1))
+
+
+async def _sample(service: Service, owner: str, request: Request) -> Response:
+    content = await request.json()
+    sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
+    if sampler is None or seq is None:
+        raise RefusedError("sampling_session_id or seq_id is missing; create a sampling session")
+    row = owned(service, "samplers", key=sampler, owner=owner)
+    body = json.dumps(with_seed(content)).encode()
+    return await _accept(
+        service, owner, kind="sample", target=sampler, seq=seq, body=body, weights=row["path"]
+    )
+
+
+async def _retrieve(service: Service, owner: str, request: Request) -> Response:
+    asked = types.FutureRetrieveRequest.model_validate(await request.json())
+    engine, name = service.engine, asked.request_id
+    row = owned(service, "requests", key=name, owner=owner)
+    if row["status"] == "queued":
+        loop, finished = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the server ends
+                loop.call_soon_threadsafe(finished.set)
+
+        engine.listen(name, tell)
+        # It may have finished before `tell` was known.
+        if owned(service, "requests", key=name, owner=owner)["status"] == "queued":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(finished.wait(), POLL_SECONDS)
+        engine.forget(name, tell)
+        row = owned(service, "requests", key=name, owner=owner)
+    if row["status"] == "queued":
+        return reply(TryAgainResponse(request_id=name, queue_state="active", type="try_again"))
+    if row["answer"] is None:
+        return error(410, f"the answer to {name} is no longer kept")
+    media = "application/x-protobuf" if row["form"] == "proto" else "application/json"
+    return Response(row["answer"], media_type=media)
+
+
+async def _cancel(service: Service, owner: str, request: Request) -> Response:
+    name = (await request.json()).get("request_id", "")
+    owned(service, "requests", key=name, owner=owner)
+    work = service.engine.queue.cancel(name)
+    if work is not None:
+        service.engine.fail(work, RefusedError("the client cancelled the request"))
+    return Response(status_code=204)

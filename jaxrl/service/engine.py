@@ -1,0 +1,364 @@
+"""The engine: one thread owns the devices and does accepted requests, in order."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinker import types
+
+from jaxrl.service import answers, files
+from jaxrl.service.files import Files
+from jaxrl.service.pool import Base, Kind, Pool, Tenant
+from jaxrl.service.queue import Queue
+from jaxrl.service.requests import TRAINING, Limits, Work, decode
+from jaxrl.service.sampling import Samplers
+from jaxrl.service.state import Store, dumps
+from jaxrl.service.wire import RefusedError
+
+_log = logging.getLogger(__name__)
+_HIDDEN_SECONDS = 7 * 86400  # weights of sampling clients that were made without a name
+
+
+class Engine:
+    """Does the work of a service, and keeps what a restart needs.
+
+    A model in a slot is its snapshot with the requests since. Without a slot, or after a restart,
+    those are computed again; a request's first answer stays.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        *,
+        store: Store,
+        files: Files,
+        samplers: Callable[[Callable[[str], Any]], Samplers],
+        microbatch_tokens: int,
+        max_batch: int,
+        slots: int,
+        snapshot_seconds: float,
+    ) -> None:
+        """Makes an engine and queues what an earlier one had accepted.
+
+        Args:
+          base: the model.
+          store: sessions, models, requests and checkpoints.
+          files: snapshots and checkpoints.
+          samplers: makes the sampler, given a function that reads weights by their path.
+          microbatch_tokens: the largest batch of a forward and backward pass, padding included.
+          max_batch: samples drawn at once.
+          slots: the most tenants with adapters on the devices; one with all parameters.
+          snapshot_seconds: a model is written to disk after the first optimizer step that is this
+            much later than the last time.
+        """
+        self.base, self.store, self.files = base, store, files
+        self.limits = Limits(base.model.config.vocab_size, base.model.config.max_positions)
+        self._tokens, self._most, self._slots = microbatch_tokens, max_batch, slots
+        self._every, self._saved = snapshot_seconds, dict[str, float]()
+        self._pools, self._kinds = dict[Kind, Pool](), dict[str, Kind]()
+        self._used = dict[str, int]()  # order of use
+        self._done = dict[str, int]()  # the last request that a model in a slot includes
+        self._samplers = samplers(self._read_weights)
+        self.queue = Queue(kind_of=self._together)
+        self._listeners: dict[str, list[Callable[[], Any]]] = {}
+        self._lock = threading.Lock()
+        self._recover()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after what it is doing, and writes all models to disk."""
+        self.queue.close()
+        self._thread.join()
+        for pool in self._pools.values():
+            for name in pool.tenants:
+                self._snapshot(name, pool)
+
+    def kind(self, model: str) -> Kind:
+        """Returns what a model trains."""
+        if model not in self._kinds:
+            row = self.store.one("SELECT content FROM models WHERE id = ?", model)
+            assert row is not None
+            content = json.loads(row["content"])
+            self._kinds[model] = Kind(content["rank"], content["attention"], content["mlp"])
+        return self._kinds[model]
+
+    def _together(self, model: str) -> Any:
+        """Returns what models in one batch share; all parameters have a batch of their own."""
+        kind = self.kind(model)
+        return kind if kind.rank else model
+
+    def open_line(self, model: str) -> None:
+        """Prepares the queue for a model's requests."""
+        if self.queue.known(model):
+            return
+        rows = self.store.all(
+            "SELECT seq FROM requests WHERE target = ? AND status != 'queued'", model
+        )
+        self.queue.open(model, passed={row["seq"] for row in rows})
+
+    def listen(self, request: str, call: Callable[[], Any]) -> None:
+        """Calls `call` once the request is finished, in the engine's thread."""
+        with self._lock:
+            self._listeners.setdefault(request, []).append(call)
+
+    def forget(self, request: str, call: Callable[[], Any]) -> None:
+        """Takes back `listen`."""
+        with self._lock:
+            calls = self._listeners.get(request, [])
+            if call in calls:
+                calls.remove(call)
+
+    def finish(
+        self, request: str, answer: bytes, *, form: str = "json", failed: bool = False
+    ) -> None:
+        """Writes the answer to a request and tells those who wait."""
+        self.store.finish(request, answer, form=form, status="failed" if failed else "done")
+        with self._lock:
+            calls = self._listeners.pop(request, [])
+        for call in calls:
+            call()
+
+    def fail(self, work: Work, error: Exception) -> None:
+        """Finishes a request with an error."""
+        user = isinstance(error, RefusedError)
+        if not user:
+            _log.exception("%s failed", work.id, exc_info=error)
+        self.finish(work.id, answers.failure(error, user=user), failed=True)
+
+    def _recover(self) -> None:
+        """Queues requests that were accepted and not finished before a restart."""
+        for row in self.store.all("SELECT * FROM requests WHERE status = 'queued' ORDER BY seq"):
+            try:
+                payload = decode(row["kind"], row["body"], self.limits)
+                if row["kind"] == "sample":
+                    payload = payload._replace(weights=self.weights_of(row["target"]))
+            except RefusedError as error:  # the model has changed
+                self.store.finish(
+                    row["id"], answers.failure(error, user=True), form="json", status="failed"
+                )
+                continue
+            if row["kind"] in TRAINING:
+                self.open_line(row["target"])
+            self.queue.add(Work(row["id"], row["kind"], row["target"], row["seq"], payload))
+
+    def weights_of(self, sampler: str) -> str:
+        """Returns the name of the weights that a sampling session was made with."""
+        row = self.store.one("SELECT path FROM samplers WHERE id = ?", sampler)
+        if row is None:
+            raise RefusedError(f"there is no sampling session {sampler!r}; create one")
+        return row["path"]
+
+    def _run(self) -> None:
+        while (taken := self.queue.take(most=self._most)) is not None:
+            training, samples = taken
+            if training:
+                self._guarded(self._train, training)
+            if samples:
+                self._guarded(self._sample, samples)
+
+    def _guarded(self, do: Callable[[Sequence[Work]], None], works: Sequence[Work]) -> None:
+        """Does requests together; if that fails, each alone, so that one costs no other."""
+        try:
+            do(works)
+        except Exception as error:
+            if works[0].kind in TRAINING and not isinstance(error, RefusedError):
+                # Buffers may be lost and gradients half added: all models come back from disk.
+                self._pools.clear()
+                self._done.clear()
+            if len(works) == 1:
+                self.fail(works[0], error)
+                return
+            for work in works:
+                self._guarded(do, [work])
+
+    def _sample(self, works: Sequence[Work]) -> None:
+        for work, answer in zip(
+            works, self._samplers.answer([work.payload for work in works]), strict=True
+        ):
+            self.finish(work.id, answers.samples(answer), form="proto")
+
+    def _train(self, works: Sequence[Work]) -> None:
+        kind = self.kind(works[0].target)
+        for model in dict.fromkeys(work.target for work in works):
+            self._resident(model, kind, keep={work.target for work in works})
+        if works[0].kind == "compute":
+            self._compute(works, self._pools[kind])
+        else:
+            self._single(works[0], self._pools[kind])
+        for work in works:
+            self._done[work.target] = max(work.seq, self._done.get(work.target, -1))
+            self.store.update("models", work.target, used=time.time())
+
+    def _compute(self, works: Sequence[Work], pool: Pool) -> None:
+        scored = pool.compute([(work.target, work.payload) for work in works])
+        for work, one in zip(works, scored, strict=True):
+            self.finish(work.id, answers.output(work.payload, one), form="proto")
+
+    def _single(self, work: Work, pool: Pool) -> None:
+        do = {
+            "create": self._create,
+            "load": self._load,
+            "step": self._step,
+            "save": self._save,
+            "publish": self._publish,
+        }
+        self.finish(work.id, answers.encode(do[work.kind](work, pool)))
+        late = time.monotonic() - self._saved.get(work.target, -1e9) > self._every
+        if work.kind == "load" or (work.kind == "step" and late):
+            self._done[work.target] = work.seq
+            self._snapshot(work.target, pool)
+
+    def _create(self, work: Work, pool: Pool) -> Any:
+        return types.CreateModelResponse(model_id=work.target)
+
+    def _step(self, work: Work, pool: Pool) -> Any:
+        return types.OptimStepResponse(metrics=pool.step(work.target, work.payload))
+
+    def _load(self, work: Work, pool: Pool) -> Any:
+        request: types.LoadWeightsRequest = work.payload
+        self.checkpoint(request.path)
+        tenant = self.files.read_state(request.path, pool, optimizer=request.optimizer)
+        pool.write(work.target, tenant)
+        return types.LoadWeightsResponse(
+            path=request.path, model_id=work.target, type="load_weights"
+        )
+
+    def _save(self, work: Work, pool: Pool) -> Any:
+        request: types.SaveWeightsRequest = work.payload
+        path = f"tinker://{work.target}/weights/{request.path or f'{work.seq:06d}'}"
+        row = self.store.one("SELECT content FROM checkpoints WHERE path = ?", path)
+        if row and not request.overwrite and json.loads(row["content"])["request"] != work.id:
+            raise RefusedError(f"{path} exists; choose another name, or overwrite=True")
+        self._write(work, pool, path, "training", ttl=request.ttl_seconds, state=True)
+        return types.SaveWeightsResponse(path=path, type="save_weights")
+
+    def _publish(self, work: Work, pool: Pool) -> Any:
+        request: types.SaveWeightsForSamplerRequest = work.payload
+        hidden = request.path is None
+        name = request.path or ("inflight" if request.kind == "inflight" else f"at-{work.seq:06d}")
+        path = f"tinker://{work.target}/sampler_weights/{name}"
+        kind = "ephemeral" if hidden else "sampler"
+        ttl = request.ttl_seconds or (_HIDDEN_SECONDS if hidden else None)
+        self._write(work, pool, path, kind, ttl=ttl, state=False)
+        self._samplers.keep(path, files.served(pool, pool.weights(work.target)))
+        sampler = None
+        if hidden:
+            session = work.target.split(":train:")[0]
+            sampler = f"{session}:sample:{request.sampling_session_seq_id or 0}"
+            row = self.store.one("SELECT owner FROM models WHERE id = ?", work.target)
+            assert row is not None
+            self.store.insert(
+                "samplers",
+                id=sampler,
+                session=session,
+                owner=row["owner"],
+                created=time.time(),
+                path=path,
+                next_clone=1,
+            )
+        return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
+
+    def _write(
+        self, work: Work, pool: Pool, path: str, kind: str, *, ttl: int | None, state: bool
+    ) -> None:
+        size = self.files.write_checkpoint(path, pool, pool.read(work.target), state=state)
+        row = self.store.one("SELECT owner, content FROM models WHERE id = ?", work.target)
+        assert row is not None
+        now = time.time()
+        content = json.loads(row["content"])
+        content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
+        with self.store.transaction() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
+                (
+                    path,
+                    work.target,
+                    row["owner"],
+                    kind,
+                    now,
+                    ttl and now + ttl,
+                    size,
+                    dumps(content),
+                ),
+            )
+
+    def checkpoint(self, path: str) -> dict[str, Any]:
+        """Returns the row of a checkpoint; raises RefusedError if there is none."""
+        row = self.store.one("SELECT * FROM checkpoints WHERE path = ?", path)
+        if row is None or (row["expires"] and row["expires"] < time.time()):
+            raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
+        return {**row, **json.loads(row["content"])}
+
+    def remove(self, path: str) -> None:
+        """Deletes a checkpoint."""
+        with self.store.transaction() as db:
+            db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+        self.files.delete(path)
+
+    def expire(self) -> None:
+        """Deletes checkpoints whose time is over."""
+        for row in self.store.all("SELECT path FROM checkpoints WHERE expires < ?", time.time()):
+            self.remove(row["path"])
+
+    def _read_weights(self, path: str) -> Any:
+        row = self.checkpoint(path)
+        kind = Kind(row["rank"], row["attention"], row["mlp"])
+        return self.files.read_weights(path, self._pool(kind))
+
+    def _pool(self, kind: Kind) -> Pool:
+        if kind not in self._pools:
+            self._pools[kind] = Pool(self.base, kind, tokens=self._tokens)
+        return self._pools[kind]
+
+    def _resident(self, model: str, kind: Kind, *, keep: set[str]) -> None:
+        """Brings a model to a slot, and writes others to disk if there are too many."""
+        self._used[model] = max(self._used.values(), default=0) + 1
+        pool = self._pool(kind)
+        if model in pool.tenants:
+            return
+        several = [p for p in self._pools.values() if bool(p.kind.rank) == bool(kind.rank)]
+        held = [(self._used[name], name, p) for p in several for name in p.tenants]
+        most = self._slots if kind.rank else 1
+        for _, name, of in sorted(held, key=lambda one: one[0])[: max(0, len(held) + 1 - most)]:
+            if name not in keep:
+                self._snapshot(name, of)
+                of.remove(name)
+        file = self.files.snapshot(model)
+        begin = self.store.one("SELECT content FROM models WHERE id = ?", model)
+        assert begin is not None
+        tenant, seq = pool.fresh(json.loads(begin["content"])["seed"]), -1
+        if file.exists():
+            tenant, seq = files.read_tenant(file, like=tenant)
+        pool.add(model, tenant)
+        self._replay(model, pool, after=seq)
+
+    def _replay(self, model: str, pool: Pool, *, after: int) -> None:
+        """Computes finished requests again that a snapshot does not include."""
+        self._done[model] = after
+        rows = self.store.all(
+            "SELECT * FROM requests WHERE target = ? AND seq > ? AND status = 'done' ORDER BY seq",
+            model,
+            after,
+        )
+        for row in rows:
+            if row["kind"] in ("compute", "step", "load"):
+                payload = decode(row["kind"], row["body"], self.limits)
+                work = Work(row["id"], row["kind"], model, row["seq"], payload)
+                if row["kind"] == "compute":
+                    if not payload.forward_only:
+                        pool.compute([(model, payload)])
+                elif row["kind"] == "step":
+                    self._step(work, pool)
+                else:
+                    self._load(work, pool)
+            self._done[model] = row["seq"]
+
+    def _snapshot(self, model: str, pool: Pool) -> None:
+        tenant: Tenant = pool.read(model)
+        files.write_tenant(self.files.snapshot(model), tenant, seq=self._done[model])
+        self.store.cover(model, self._done[model])
+        self._saved[model] = time.monotonic()

@@ -1,0 +1,358 @@
+"""Training states of many tenants, stacked, so that one program computes a batch of several."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl.core import Precision, cast, jit, segment_totals, to_floats
+from jaxrl.learner import LearnerState, make_update
+from jaxrl.models import Model, Params, init, lora, token_logprobs
+from jaxrl.service.losses import LOSSES
+from jaxrl.service.rows import parts, power_of_two
+from jaxrl.service.wire import Batch
+
+
+class Base(NamedTuple):
+    """The model that all tenants start from.
+
+    Attributes:
+      model: the decoder.
+      params: its weights in `precision.wire`, which nothing changes.
+      precision: the dtype policy.
+    """
+
+    model: Model
+    params: Params
+    precision: Precision
+
+
+class Kind(NamedTuple):
+    """What tenants of one pool train: adapters of one shape, or with rank 0 all parameters."""
+
+    rank: int
+    attention: bool = True
+    mlp: bool = True
+
+
+ALPHA = 32.0
+"""The LoRA alpha of the Tinker API, for every rank."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class Tenant(NamedTuple):
+    """All that a tenant's training changes; on the host or on the devices."""
+
+    state: LearnerState
+    gradients: Any  # summed since the last optimizer step, in precision.grads, without loss scale
+
+
+class Scored(NamedTuple):
+    """The results of one request: arrays f32[N, K] for each datum."""
+
+    logprobs: list[np.ndarray]
+    losses: list[np.ndarray]
+
+
+class Pool:
+    """Tenants of one kind. Their adapters are stacked, [slots, ...], on one frozen base."""
+
+    def __init__(self, base: Base, kind: Kind, *, tokens: int) -> None:
+        """Makes an empty pool.
+
+        Args:
+          base: the model.
+          kind: what its tenants train.
+          tokens: the largest batch of one forward and backward pass, padding included.
+
+        Raises:
+          ValueError: if the model has no matrix to adapt.
+        """
+        self.base, self.kind, self._tokens = base, kind, tokens
+        self.specs: Any = base.model.specs
+        if kind.rank:
+            self.specs = lora.Adapted(
+                lora.adapter_specs(base.model.specs, rank=kind.rank, targets=_targets(base, kind)),
+                base.model.specs,
+                ALPHA,
+            )
+        self._stack: Any = None
+        self._slots: list[str | None] = []
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def tenants(self) -> list[str]:
+        """The names of the tenants in a slot."""
+        return [name for name in self._slots if name is not None]
+
+    def fresh(self, seed: int) -> Tenant:
+        """Makes the state of a new tenant: random A and zero B, or the base's own weights."""
+        precision = self.base.precision
+        if self.kind.rank:
+            trained = init(self.specs.adapters, jax.random.key(seed), dtype=precision.params)
+        else:
+            trained = cast(self.base.params, precision.params)
+        return self.holding(trained)
+
+    def holding(self, trained: Params) -> Tenant:
+        """Makes a state with these parameters, before the first step."""
+        update = make_update(optimizer=_optimizer(_SOME), precision=self.base.precision)
+        state = update.init(cast(trained, self.base.precision.params))
+        gradients = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, self.base.precision.grads), state.params
+        )
+        return Tenant(state, gradients)
+
+    def add(self, name: str, tenant: Tenant) -> None:
+        """Puts a tenant in a free slot. Without one the number of slots doubles."""
+        if None not in self._slots:
+            count = len(self._slots)
+            grown = power_of_two(count + 1)
+            more = jax.tree.map(lambda x: np.zeros((grown - count, *x.shape), x.dtype), tenant)
+            self._stack = (
+                jax.tree.map(jnp.asarray, more)
+                if self._stack is None
+                else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), self._stack, more)
+            )
+            self._slots += [None] * (grown - count)
+        slot = self._slots.index(None)
+        self._stack = _put(self._stack, tenant, slot)
+        self._slots[slot] = name
+
+    def remove(self, name: str) -> None:
+        """Frees a tenant's slot."""
+        self._slots[self._slots.index(name)] = None
+
+    def read(self, name: str) -> Tenant:
+        """Returns a copy of a tenant's state."""
+        return _take(self._stack, self._slots.index(name))
+
+    def write(self, name: str, tenant: Tenant) -> None:
+        """Replaces a tenant's state."""
+        self._stack = _put(self._stack, tenant, self._slots.index(name))
+
+    def weights(self, name: str) -> Any:
+        """Returns a copy of what a tenant trains."""
+        return _take(self._stack.state.params, self._slots.index(name))
+
+    def step(self, name: str, settings: Mapping[str, float]) -> dict[str, float]:
+        """Takes an AdamW step with the summed gradients and clears them; returns its metrics.
+
+        `settings` are learning_rate, beta1, beta2, eps, weight_decay and grad_clip_norm (0: none),
+        as in `tinker.AdamParams`. Non-finite gradients change the loss scale only.
+        """
+        numbers = {key: jnp.float32(settings[key]) for key in _SOME}
+        tenant, metrics = self._program("step", _step)(self.read(name), numbers)
+        self.write(name, tenant)
+        return to_floats(metrics)
+
+    def compute(self, requests: Sequence[tuple[str, Batch]]) -> list[Scored]:
+        """Computes requests of several tenants, in one batch where they fit.
+
+        All requests have the same loss, number of targets per token and `forward_only`. Gradients
+        of sums over tokens are added to those of the tenants; forward-only requests leave them.
+        """
+        data = [batch.data for _, batch in requests]
+        first = requests[0][1]
+        found = [Scored([None] * len(d), [None] * len(d)) for d in data]  # type: ignore[list-item]
+        slots = [self._slots.index(name) for name, _ in requests]
+        run = self._program(
+            (first.loss, first.forward_only),
+            functools.partial(_compute, loss=first.loss, backward=not first.forward_only),
+        )
+        for part in parts(data, slots, tokens=self._tokens):
+            count = len(part.arrays["tokens"])
+            # Unused entries name a slot that does not exist: read anywhere, written nowhere.
+            where = np.full(count, len(self._slots), np.int32)
+            where[: len(part.tenants)] = part.tenants
+            mine = _gather((self._stack.state.params, self._stack.state.loss_scale.scale), where)
+            gradients, logprobs, losses = run(self.base.params, *mine, part.arrays)
+            if gradients is not None:
+                sums = _add(self._stack.gradients, gradients, where)
+                self._stack = self._stack._replace(gradients=sums)
+            logprobs, losses = jax.device_get((logprobs, losses))
+            for place in part.places:
+                size = len(data[place.request][place.index].tokens)
+                at = (place.tenant, place.row, slice(place.begin, place.begin + size))
+                found[place.request].logprobs[place.index] = logprobs[at]
+                found[place.request].losses[place.index] = losses[at]
+        return found
+
+    def _program(self, key: Any, function: Callable[..., Any]) -> Any:
+        if key not in self._programs:
+            bound = functools.partial(
+                function, pool=_Static(self.base.model, self.base.precision, bool(self.kind.rank))
+            )
+            self._programs[key] = jit(bound, donate_argnums=(0,) if key == "step" else ())
+        return self._programs[key]
+
+
+class _Static(NamedTuple):
+    """What the programs of a pool depend on."""
+
+    model: Model
+    precision: Precision
+    adapted: bool
+
+
+_SOME = dict(
+    learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0
+)
+
+
+def _optimizer(numbers: Mapping[str, Any]) -> optax.GradientTransformation:
+    """AdamW as torch defines it, on every parameter, after clipping by the global norm."""
+    limit = jnp.where(numbers["grad_clip_norm"] > 0, numbers["grad_clip_norm"], jnp.inf)
+    adamw = optax.adamw(
+        numbers["learning_rate"],
+        b1=numbers["beta1"],
+        b2=numbers["beta2"],
+        eps=numbers["eps"],
+        weight_decay=numbers["weight_decay"],
+    )
+    return optax.chain(optax.clip_by_global_norm(limit), adamw)
+
+
+def _step(tenant: Tenant, numbers: Mapping[str, jax.Array], *, pool: _Static) -> Any:
+    update = make_update(optimizer=_optimizer(numbers), precision=pool.precision)
+    gradients = cast(tenant.gradients, jnp.dtype(jnp.float32))
+    state, metrics = update.apply(tenant.state, gradients)
+    return Tenant(state, jax.tree.map(jnp.zeros_like, tenant.gradients)), metrics
+
+
+def _compute(
+    base: Params,
+    mine: Any,
+    scale: jax.Array,
+    arrays: Mapping[str, jax.Array],
+    *,
+    pool: _Static,
+    loss: str,
+    backward: bool,
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Computes gradients, log-probs and losses of rows [A, R, T]. `mine` are the parameters of A
+    tenants, stacked, and `scale` f32[A] their loss scales. The gradients, in precision.grads and
+    without the scale, are None without `backward`."""
+    precision = pool.precision
+    trained = cast(mine, precision.compute)
+    frozen = cast(base, precision.compute) if pool.adapted else None
+
+    def total(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        logprobs = _logprobs(pool, trained, frozen, arrays)
+        losses = _losses(LOSSES[loss], logprobs, arrays)
+        return jnp.sum(jnp.sum(losses, axis=(1, 2, 3)) * scale), (logprobs, losses)
+
+    if not backward:
+        return None, *total(trained)[1]
+    gradients, found = jax.grad(total, has_aux=True)(trained)
+
+    def unscaled(x: jax.Array) -> jax.Array:
+        each = scale.reshape(-1, *[1] * (x.ndim - 1))
+        return (x.astype(jnp.float32) / each).astype(precision.grads)
+
+    return jax.tree.map(unscaled, gradients), *found
+
+
+def _logprobs(
+    pool: _Static, trained: Any, frozen: Any, arrays: Mapping[str, jax.Array]
+) -> jax.Array:
+    """Computes log-probs of the targets, f32[A, R, T, K]."""
+    model, precision = pool.model, pool.precision
+    shape = arrays["tokens"].shape
+
+    def hidden_of(trained: Any, tokens: Any, positions: Any, segments: Any) -> jax.Array:
+        weights: Any = lora.Adapted(trained, frozen, ALPHA) if pool.adapted else trained
+        return model.hidden(weights, tokens, positions, segments, precision=precision)
+
+    inputs = [arrays[name] for name in ("tokens", "positions", "segments")]
+    if pool.adapted:
+        hidden = jax.vmap(hidden_of)(trained, *inputs).reshape(
+            -1, *shape[2:], model.config.hidden_size
+        )
+        head = model.gathered_head(frozen)
+    else:  # one tenant
+        trained = jax.tree.map(lambda x: x[0], trained)
+        hidden = hidden_of(trained, *(x[0] for x in inputs))
+        head = model.gathered_head(trained)
+    return scored(hidden, head, arrays, precision=precision).reshape(*shape, -1)
+
+
+def scored(
+    hidden: jax.Array, head: Any, arrays: Mapping[str, jax.Array], *, precision: Precision
+) -> jax.Array:
+    """Computes log-probs of targets, f32[B, T, K], from hidden states [B, T, D]; 0 outside the
+    mask. The last token of each row is padding."""
+    rows = hidden.shape[:2]
+    targets = arrays["targets"].reshape(*rows, -1)
+    mask = jnp.roll(arrays["mask"].reshape(rows), 1, axis=1)
+
+    def of(column: jax.Array) -> jax.Array:
+        # The library scores a token with the position before it, a target is scored with its own.
+        shifted = jnp.roll(column, 1, axis=1)
+        found = token_logprobs(hidden, head, shifted, mask, precision=precision.inside("head"))
+        return jnp.roll(found, -1, axis=1)
+
+    if targets.shape[2] == 1:
+        return of(targets[:, :, 0])[:, :, None]
+    return jnp.moveaxis(jax.lax.map(of, jnp.moveaxis(targets, 2, 0)), 0, 2)
+
+
+def _losses(loss: Any, logprobs: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """Computes the loss per target, f32[A, R, T, K]; 0 at padding."""
+    segments = arrays["segments"].reshape(-1, logprobs.shape[2])
+
+    def mean(values: jax.Array, marks: jax.Array) -> jax.Array:
+        marked = (marks != 0).astype(jnp.float32)
+        flat = [x[..., 0].reshape(segments.shape) for x in (values * marked, marked)]
+        sums, counts = (segment_totals(x, segments) for x in flat)
+        found = jnp.take_along_axis(sums / jnp.maximum(counts, 1), segments, axis=1)
+        return found.reshape(values.shape)
+
+    found = loss.apply(logprobs, arrays, mean)
+    return jnp.where(arrays["mask"][..., None], found, 0)
+
+
+def _targets(base: Base, kind: Kind) -> tuple[str, ...]:
+    """Lists the modules of the layers to adapt, by their names in checkpoints."""
+    every = lora.adapter_specs(base.model.specs, rank=1, targets=("*",))
+    names = {one.name.split(".")[-3] for one in jax.tree.leaves(every, is_leaf=_is_spec)}
+    attention = {
+        name
+        for name in names
+        if name in _ATTENTION
+        or "in_proj" in name
+        or name.endswith(("_a_proj", "_b_proj", "mqa", "out_proj"))
+    }
+    chosen = (attention if kind.attention else set()) | (names - attention if kind.mlp else set())
+    if not chosen:
+        raise ValueError("the adapters train neither attention nor the MLP; choose one")
+    return tuple(sorted(chosen))
+
+
+def _is_spec(x: Any) -> bool:
+    return hasattr(x, "axes")
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: Any, one: Any, slot: int) -> Any:
+    return jax.tree.map(lambda x, y: x.at[slot].set(y.astype(x.dtype)), stack, one)
+
+
+@jax.jit
+def _take(stack: Any, slot: int) -> Any:
+    return jax.tree.map(lambda x: x[slot], stack)
+
+
+@jax.jit
+def _gather(stack: Any, slots: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), stack)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(sums: Any, new: Any, slots: jax.Array) -> Any:
+    return jax.tree.map(lambda x, y: x.at[slots].add(y, mode="drop"), sums, new)

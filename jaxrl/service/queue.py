@@ -1,0 +1,128 @@
+"""The order of work: each model's requests by sequence number, several models' in one batch."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from jaxrl.service.requests import Work
+from jaxrl.service.sampling import Request
+from jaxrl.service.wire import Batch
+
+
+class _Line:
+    """Requests of one model. Later ones may arrive first."""
+
+    def __init__(self, begin: int, *, passed: set[int]) -> None:
+        self.next, self.waiting, self.passed = begin, dict[int, Work](), passed
+        self.skip()
+
+    def skip(self) -> None:
+        while self.next in self.passed:
+            self.passed.remove(self.next)
+            self.next += 1
+
+
+class Queue:
+    """Accepted requests. Handlers of requests add to it; the engine's thread takes from it."""
+
+    def __init__(self, *, kind_of: Callable[[str], Hashable]) -> None:
+        """Makes an empty queue; `kind_of` maps a model to what it shares programs with."""
+        self._kind_of = kind_of
+        self._ready = threading.Condition()
+        self._lines = OrderedDict[str, _Line]()
+        self._samples = OrderedDict[str, Work]()
+        self._closed = False
+
+    def open(self, model: str, *, begin: int = 0, passed: set[int] | None = None) -> None:
+        """Adds a model's line, unless it exists. `passed` are sequence numbers of requests that
+        need no turn."""
+        with self._ready:
+            if model not in self._lines:
+                self._lines[model] = _Line(begin, passed=passed or set())
+
+    def known(self, model: str) -> bool:
+        """Tells whether a model has a line."""
+        with self._ready:
+            return model in self._lines
+
+    def add(self, work: Work) -> None:
+        """Adds a request."""
+        with self._ready:
+            if work.kind == "sample":
+                self._samples[work.id] = work
+            else:
+                self._lines[work.target].waiting[work.seq] = work
+            self._ready.notify()
+
+    def drop(self, model: str, seq: int) -> None:
+        """Lets the requests after one that was refused have their turn."""
+        with self._ready:
+            line = self._lines[model]
+            line.passed.add(seq)
+            line.skip()
+            self._ready.notify()
+
+    def cancel(self, request: str) -> Work | None:
+        """Removes a request for samples that has not begun."""
+        with self._ready:
+            return self._samples.pop(request, None)
+
+    def close(self) -> None:
+        """Ends `take`."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify()
+
+    def take(self, *, most: int) -> tuple[list[Work], list[Work]] | None:
+        """Waits for work. Returns training requests to compute together and requests for samples
+        to draw together, at most `most` samples unless one alone asks for more; None at the end."""
+        with self._ready:
+            while not self._closed:
+                training, samples = self._training(), self._sampling(most)
+                if training or samples:
+                    return training, samples
+                self._ready.wait()
+            return None
+
+    def _training(self) -> list[Work]:
+        heads = {name: line for name, line in self._lines.items() if line.next in line.waiting}
+        if not heads:
+            return []
+        name, line = next(iter(heads.items()))
+        self._lines.move_to_end(name)  # others come first next time
+        first = line.waiting[line.next]
+        if first.kind != "compute":
+            return [self._pop(line)]
+        key, taken = self._key(first), []
+        for line in heads.values():
+            while (work := line.waiting.get(line.next)) and self._key(work) == key:
+                taken.append(self._pop(line))
+        return taken
+
+    def _pop(self, line: _Line) -> Work:
+        work = line.waiting.pop(line.next)
+        line.next += 1
+        line.skip()
+        return work
+
+    def _key(self, work: Work) -> Hashable:
+        """Returns what requests of one batch share; None for requests that are done alone."""
+        batch = work.payload
+        if not isinstance(batch, Batch):
+            return None
+        shapes = {(one.targets.shape[1], tuple(sorted(one.arrays))) for one in batch.data}
+        return self._kind_of(work.target), batch.loss, batch.forward_only, frozenset(shapes)
+
+    def _sampling(self, most: int) -> list[Work]:
+        taken: list[Work] = []
+        seeds, count = set(), 0
+        for work in list(self._samples.values()):
+            one: Request = work.payload
+            if taken and one.settings != taken[0].payload.settings:
+                continue
+            if one.seed in seeds or (taken and count + one.count > most):
+                continue
+            seeds.add(one.seed)
+            count += one.count
+            taken.append(self._samples.pop(work.id))
+        return taken

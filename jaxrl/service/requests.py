@@ -1,0 +1,125 @@
+"""Requests that wait their turn: their bodies, as written to disk, and what is to be done."""
+
+import json
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
+
+from jaxrl.service.sampling import BASE, Request
+from jaxrl.service.wire import RefusedError, check_tokens, read_batch
+
+TRAINING = ("create", "load", "compute", "step", "save", "publish")
+"""Kinds of requests that a model computes in the order of their sequence numbers."""
+
+
+class Work(NamedTuple):
+    """An accepted request. `payload` is what `decode` returns."""
+
+    id: str
+    kind: str
+    target: str  # a model's id, or a sampler's
+    seq: int
+    payload: Any
+
+
+class Limits(NamedTuple):
+    """What the model's inputs are checked against."""
+
+    vocab_size: int
+    max_positions: int
+
+
+def decode(kind: str, body: bytes, limits: Limits) -> Any:
+    """Reads the body of a request and checks it.
+
+    Returns:
+      "compute": a `wire.Batch`; "step": AdamW's settings by name; "sample": a `sampling.Request`
+      without its weights; the others: the client's own request.
+
+    Raises:
+      RefusedError: for a request that cannot be served; the message names the part.
+    """
+    if kind == "compute":
+        return read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
+    content = json.loads(body)
+    if kind == "step":
+        return _read_step(types.OptimStepRequest.model_validate(content))
+    if kind == "sample":
+        return _read_sample(types.SampleRequest.model_validate(content), limits)
+    schema: Any = {
+        "create": types.CreateModelRequest,
+        "load": types.LoadWeightsRequest,
+        "save": types.SaveWeightsRequest,
+        "publish": types.SaveWeightsForSamplerRequest,
+    }[kind]
+    return schema.model_validate(content)
+
+
+def with_seed(content: dict[str, Any]) -> dict[str, Any]:
+    """Chooses the seed of a request for samples that names none, so that a restarted server draws
+    the same ones."""
+    params = dict(content.get("sampling_params", {}))
+    if params.get("seed") is None:
+        params["seed"] = secrets.randbelow(2**31)
+    return {**content, "sampling_params": params}
+
+
+def _read_step(request: types.OptimStepRequest) -> dict[str, float]:
+    params = request.optim_params
+    if not isinstance(params, types.AdamParams):
+        raise RefusedError(f"the optimizer {params.type!r} is not supported; use AdamParams")
+    settings = params.model_dump()
+    ranges = {
+        "learning_rate": settings["learning_rate"] >= 0,
+        "beta1": 0 <= settings["beta1"] < 1,
+        "beta2": 0 <= settings["beta2"] < 1,
+        "eps": settings["eps"] > 0,
+        "weight_decay": settings["weight_decay"] >= 0,
+        "grad_clip_norm": settings["grad_clip_norm"] >= 0,
+    }
+    for name, valid in ranges.items():
+        if not (valid and np.isfinite(settings[name])):
+            raise RefusedError(f"adam_params: {name} = {settings[name]!r} is out of its range")
+    return settings
+
+
+def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
+        if getattr(request, name):
+            raise RefusedError(f"{name} is not supported by this server; leave it out")
+    if request.record_stability_info:
+        raise RefusedError("record_stability_info: stable_reinforce is not supported; leave it out")
+    try:
+        prompt = np.asarray(request.prompt.to_ints(), np.int64)
+    except ValueError as error:
+        raise RefusedError(f"prompt: only tokens are supported ({error})") from None
+    check_tokens(prompt, "prompt", vocab_size=limits.vocab_size)
+    room = limits.max_positions - len(prompt)
+    if not len(prompt) or room < 1:
+        raise RefusedError(
+            f"prompt has {len(prompt)} tokens; with one more the model takes at most "
+            f"{limits.max_positions}, and it needs at least one"
+        )
+    params = request.sampling_params
+    stop: Any = params.stop
+    stop = (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
+    if request.num_samples < 1 or (params.max_tokens is not None and params.max_tokens < 1):
+        raise RefusedError("num_samples and max_tokens must be at least 1")
+    if not (0 < params.top_p <= 1 and 0 <= params.temperature < np.inf and params.top_k >= -1):
+        raise RefusedError("top_p must be in (0, 1], temperature at least 0 and top_k at least -1")
+    return Request(
+        weights=BASE,
+        prompt=prompt.astype(np.int32),
+        count=request.num_samples,
+        max_tokens=min(params.max_tokens or room, room),
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=params.top_k,
+        stop=stop,
+        seed=int(params.seed or 0),
+        prompt_logprobs=bool(request.prompt_logprobs),
+        top=request.topk_prompt_logprobs,
+    )

@@ -1,0 +1,77 @@
+"""What all routes of a service share: keys, owners, errors."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl.service import answers
+from jaxrl.service.engine import Engine
+from jaxrl.service.wire import RefusedError
+
+
+class MissingError(Exception):
+    """A session, model, sampler or request that is not there, or belongs to another key."""
+
+
+class Service(NamedTuple):
+    """What the routes serve.
+
+    Attributes:
+      engine: does the work.
+      name: the base model's name; clients may also give its directory.
+      directory: of the base model.
+      keys: accepted keys and their owners.
+      seed: of adapters whose client names none.
+    """
+
+    engine: Engine
+    name: str
+    directory: Path
+    keys: Mapping[str, str]
+    seed: int
+
+
+Handler = Callable[[Service, str, Request], Awaitable[Response]]
+
+
+def route(service: Service, path: str, handler: Handler, *, method: str = "POST") -> Route:
+    """Makes a route that asks for a key and turns errors into answers."""
+
+    async def endpoint(request: Request) -> Response:
+        owner = service.keys.get(request.headers.get("x-api-key", ""))
+        if owner is None:
+            return error(401, "the key is missing or unknown; set TINKER_API_KEY to the server's")
+        try:
+            return await handler(service, owner, request)
+        except MissingError as missing:
+            return error(404, str(missing))
+        except (RefusedError, ValueError) as refused:  # also of pydantic, protobuf and JSON
+            return error(400, str(refused))
+
+    return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+
+def error(status: int, text: str) -> JSONResponse:
+    """Makes the answer to a request that is refused."""
+    return JSONResponse({"error": text, "detail": text}, status_code=status)
+
+
+def reply(response: Any) -> Response:
+    """Makes an answer of one of the client's own types."""
+    return Response(answers.encode(response), media_type="application/json")
+
+
+def owned(service: Service, table: str, *, key: str, owner: str) -> dict[str, Any]:
+    """Returns a row that belongs to the owner.
+
+    Raises:
+      MissingError: if there is none, in the same words whether another owner has it or nobody.
+    """
+    row = service.engine.store.one(f"SELECT * FROM {table} WHERE id = ?", key)
+    if row is None or row["owner"] != owner:
+        raise MissingError(f"{table}: {key!r} is not there; create it with this server and key")
+    return row

@@ -1,0 +1,125 @@
+"""Data of several tenants in one rectangular batch: [tenants, rows, tokens]."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl.service.wire import Datum
+
+
+class Place(NamedTuple):
+    """The place of a datum in a batch."""
+
+    request: int  # index of the request that it belongs to
+    index: int  # in the request's data
+    tenant: int  # index on the first axis
+    row: int
+    begin: int
+
+
+class Part(NamedTuple):
+    """A batch that is computed at once.
+
+    Attributes:
+      tenants: the tenants of the first axis.
+      arrays: "tokens", "segments", "positions", all i32[A, R, T], "targets" i32[A, R, T, K], "mask"
+        bool[A, R, T] and the loss's arrays, f32[A, R, T, K]. Only A' = len(tenants) entries of the
+        first axis are used. The last token of a row is padding.
+      places: of the data in it.
+    """
+
+    tenants: Sequence[int]
+    arrays: dict[str, np.ndarray]
+    places: Sequence[Place]
+
+
+def power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << (max(count, 1) - 1).bit_length()
+
+
+def parts(
+    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, tokens: int
+) -> Iterator[Part]:
+    """Packs data into rows and rows into batches.
+
+    Sizes are powers of two, so that few programs are compiled. A datum is never cut, and only
+    rounding depends on its neighbours.
+
+    Args:
+      requests: the data of each; all have the same arrays and number of targets per token.
+      tenants: the tenant of each request.
+      tokens: the largest batch, padding included; one row of one tenant always fits.
+    """
+    longest = max(len(one.tokens) for data in requests for one in data)
+    length = power_of_two(max(longest + 1, 64))
+    rows = _rows(requests, tenants, capacity=length - 1)
+    most = 1 << (max(1, tokens // length).bit_length() - 1)  # rows, of all tenants
+    while rows:
+        chosen = list(rows)[:most]
+        count = power_of_two(max(len(rows[tenant]) for tenant in chosen))
+        shape = (power_of_two(len(chosen)), count)
+        while shape[0] * shape[1] > most and shape[1] > 1:
+            shape = (shape[0], shape[1] // 2)
+        taken = {tenant: rows[tenant][: shape[1]] for tenant in chosen}
+        yield _part(requests, taken, shape=(*shape, length))
+        rows = {
+            tenant: left
+            for tenant, of_tenant in rows.items()
+            if (left := of_tenant[len(taken.get(tenant, ())) :])
+        }
+
+
+Row = list[tuple[int, int]]  # (request, index) of each datum
+
+
+def _rows(
+    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, capacity: int
+) -> dict[int, list[Row]]:
+    """Assigns data to rows, first fit; rows of different tenants are apart."""
+    rows: dict[int, list[Row]] = {}
+    free: dict[int, list[int]] = {}
+    for request, (data, tenant) in enumerate(zip(requests, tenants, strict=True)):
+        for index, one in enumerate(data):
+            spaces = free.setdefault(tenant, [])
+            size = len(one.tokens)
+            row = next((i for i, space in enumerate(spaces) if space >= size), len(spaces))
+            if row == len(spaces):
+                spaces.append(capacity)
+                rows.setdefault(tenant, []).append([])
+            spaces[row] -= size
+            rows[tenant][row].append((request, index))
+    return rows
+
+
+def _part(
+    requests: Sequence[Sequence[Datum]],
+    rows: Mapping[int, Sequence[Row]],
+    *,
+    shape: tuple[int, int, int],
+) -> Part:
+    sample = next(one for data in requests for one in data)
+    targets = sample.targets.shape[1]
+    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")}
+    arrays["mask"] = np.zeros(shape, bool)
+    arrays["targets"] = np.zeros((*shape, targets), np.int32)
+    arrays |= {name: np.zeros((*shape, targets), np.float32) for name in sample.arrays}
+    places = []
+    for number, of_tenant in enumerate(rows.values()):
+        for row, members in enumerate(of_tenant):
+            begin = 0
+            for segment, (request, index) in enumerate(members, start=1):
+                one = requests[request][index]
+                size = len(one.tokens)
+                at = (number, row, slice(begin, begin + size))
+                arrays["tokens"][at] = one.tokens
+                arrays["targets"][at] = one.targets
+                arrays["segments"][at] = segment
+                arrays["positions"][at] = np.arange(size)
+                arrays["mask"][at] = True
+                for name, values in one.arrays.items():
+                    arrays[name][at] = values
+                places.append(Place(request, index, number, row, begin))
+                begin += size
+    return Part(tuple(rows), arrays, places)

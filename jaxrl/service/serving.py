@@ -1,0 +1,88 @@
+"""Opens a service: the model, its engine and the application."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import load_model
+from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.tinker import TinkerConfig
+from jaxrl.huggingface import Checkpoint
+from jaxrl.service.app import Service, application
+from jaxrl.service.engine import Engine
+from jaxrl.service.files import Files
+from jaxrl.service.listing import listing_routes
+from jaxrl.service.pool import Base
+from jaxrl.service.sampling import Samplers
+from jaxrl.service.state import Store
+
+_KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
+
+
+@contextmanager
+def open_service(
+    settings: TinkerConfig,
+    model_dir: str | Path,
+    *,
+    name: str,
+    keys: Sequence[str],
+    directory: Path,
+) -> Iterator[Starlette]:
+    """Loads a model and serves it for the block.
+
+    Args:
+      settings: the keys of the command.
+      model_dir: a Hugging Face checkpoint.
+      name: the model's name for clients.
+      keys: the keys that clients may use; each sees what was made with it.
+      directory: of the state, which an earlier service may have left.
+    """
+    checkpoint, precision = Checkpoint(model_dir), settings.precision
+    layout = make_layout(MeshConfig(), precision=precision)
+    model, params = load_model(
+        checkpoint,
+        layout=layout,
+        dtype=precision.wire,
+        remat=settings.remat,
+        attention=settings.attention,
+    )
+    base = Base(model, params, precision)
+    store = Store(directory / "state.sqlite")
+    store.forget_answers(before=time.time() - _KEPT_SECONDS)
+    samplers = functools.partial(_samplers, base, checkpoint, settings.max_batch)
+    engine = Engine(
+        base,
+        store=store,
+        files=Files(directory, base_name=name),
+        samplers=samplers,
+        microbatch_tokens=settings.microbatch_tokens,
+        max_batch=settings.max_batch,
+        slots=settings.slots,
+        snapshot_seconds=settings.snapshot_seconds,
+    )
+    owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
+    service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
+    try:
+        yield application(service, listing_routes(service))
+    finally:
+        engine.close()
+        store.close()
+
+
+def _samplers(
+    base: Base, checkpoint: Checkpoint, max_batch: int, load: Callable[[str], Any]
+) -> Samplers:
+    return Samplers(
+        base,
+        tokenizer=checkpoint.tokenizer,
+        end_ids=checkpoint.end_ids,
+        load=load,
+        max_batch=max_batch,
+    )

@@ -1,0 +1,135 @@
+"""What survives a killed server: sessions, models, requests with their answers, checkpoints.
+
+A request is written before it is acknowledged, and its answer before a client can read it. A model
+on disk is a snapshot and the requests since, which are computed again after a restart.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["queued", "done", "failed"]
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, owner TEXT, created REAL, content TEXT);
+CREATE TABLE IF NOT EXISTS models (
+  id TEXT PRIMARY KEY, session TEXT, owner TEXT, created REAL, used REAL, content TEXT,
+  snapshot INTEGER DEFAULT -1);
+CREATE TABLE IF NOT EXISTS samplers (
+  id TEXT PRIMARY KEY, session TEXT, owner TEXT, created REAL, path TEXT, next_clone INTEGER);
+CREATE TABLE IF NOT EXISTS requests (
+  id TEXT PRIMARY KEY, target TEXT, seq INTEGER, owner TEXT, kind TEXT, body BLOB, status TEXT,
+  answer BLOB, form TEXT, created REAL);
+CREATE INDEX IF NOT EXISTS by_target ON requests (target, seq);
+CREATE TABLE IF NOT EXISTS checkpoints (
+  path TEXT PRIMARY KEY, model TEXT, owner TEXT, kind TEXT, created REAL, expires REAL,
+  size INTEGER, public INTEGER, content TEXT);
+"""
+
+
+class Store:
+    """The tables, in one SQLite file. Any thread may call it; each call is one transaction."""
+
+    def __init__(self, file: Path) -> None:
+        """Opens the file, which is created if it does not exist."""
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.executescript(_TABLES)
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Runs the block as one transaction, which an error undoes."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def all(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        """Returns the rows of a query."""
+        with self._lock:
+            return [dict(row) for row in self._db.execute(query, values)]
+
+    def one(self, query: str, *values: Any) -> dict[str, Any] | None:
+        """Returns the first row of a query, None without any."""
+        return next(iter(self.all(query, *values)), None)
+
+    def insert(self, table: str, **values: Any) -> bool:
+        """Inserts a row unless one with its key exists; returns True if it is new."""
+        names, marks = ", ".join(values), ", ".join("?" * len(values))
+        with self.transaction() as db:
+            text = f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})"
+            return db.execute(text, tuple(values.values())).rowcount > 0
+
+    def update(self, table: str, key: str, **values: Any) -> None:
+        """Changes columns of the row with this key."""
+        name = "path" if table == "checkpoints" else "id"
+        sets = ", ".join(f"{column} = ?" for column in values)
+        with self.transaction() as db:
+            db.execute(f"UPDATE {table} SET {sets} WHERE {name} = ?", (*values.values(), key))
+
+    def accept(
+        self, request: str, *, target: str, seq: int, owner: str, kind: str, body: bytes
+    ) -> bool:
+        """Writes a request; returns False if it was accepted before."""
+        return self.insert(
+            "requests",
+            id=request,
+            target=target,
+            seq=seq,
+            owner=owner,
+            kind=kind,
+            body=body,
+            status="queued",
+            created=time.time(),
+        )
+
+    def finish(self, request: str, answer: bytes, *, form: str, status: Status = "done") -> None:
+        """Writes the answer to a request; the first one stays."""
+        with self.transaction() as db:
+            db.execute(
+                "UPDATE requests SET status = ?, answer = ?, form = ? "
+                "WHERE id = ? AND status = 'queued'",
+                (status, answer, form, request),
+            )
+
+    def cover(self, model: str, seq: int) -> None:
+        """Notes that a model's snapshot includes its requests up to `seq`, whose bodies go."""
+        with self.transaction() as db:
+            db.execute("UPDATE models SET snapshot = ? WHERE id = ?", (seq, model))
+            db.execute(
+                "UPDATE requests SET body = NULL WHERE target = ? AND seq <= ?", (model, seq)
+            )
+
+    def forget_answers(self, *, before: float) -> None:
+        """Deletes the answers to requests from before this time; ids stay, so that a repeated
+        request is not computed again."""
+        with self.transaction() as db:
+            db.execute(
+                "UPDATE requests SET answer = NULL WHERE status = 'done' AND created < ?", (before,)
+            )
+            db.execute(
+                "UPDATE requests SET body = NULL WHERE kind = 'sample' AND answer IS NULL "
+                "AND status = 'done'"
+            )
+
+
+def dumps(content: Mapping[str, Any]) -> str:
+    """Encodes a column that holds an object."""
+    return json.dumps(content, separators=(",", ":"))

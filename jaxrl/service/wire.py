@@ -1,0 +1,217 @@
+"""The requests and answers of forward_backward: protobuf on the wire, arrays inside."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tinker.proto import tinker_public_pb2 as proto
+
+from jaxrl.core import nearest
+from jaxrl.service.losses import LOSSES, NOT_HERE, Loss
+
+
+class RefusedError(ValueError):
+    """The request cannot be served as it is; the message names the part and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Datum:
+    """One training example.
+
+    Attributes:
+      tokens: i32[N], the model's input.
+      targets: i32[N, K], scored after the input up to and with the same position.
+      arrays: f32[N, K] each, the loss's inputs and settings.
+      flat: true if the client's arrays are [N].
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    arrays: Mapping[str, np.ndarray]
+    flat: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The data of a forward or forward_backward request."""
+
+    data: Sequence[Datum]
+    loss: str
+    forward_only: bool
+
+
+def read_batch(
+    message: proto.ForwardBackwardRequest, *, vocab_size: int, max_positions: int
+) -> Batch:
+    """Decodes and checks a request.
+
+    Raises:
+      RefusedError: for a loss that the service does not have, a setting or an array that the loss
+        does not read, one that is missing, or a datum of a wrong shape, dtype or length.
+    """
+    loss = find_loss(message.loss_fn)
+    settings = read_settings(message, loss)
+    if not message.data:
+        raise RefusedError("data: there is no datum; give at least one")
+    data = []
+    for index, one in enumerate(message.data):
+        try:
+            tokens = read_chunks(one.model_input, vocab_size=vocab_size, longest=max_positions)
+            found = _read_datum(one, tokens, loss, settings, vocab_size=vocab_size)
+            if data and found.targets.shape[1] != data[0].targets.shape[1]:
+                raise RefusedError(
+                    f"target_tokens has {found.targets.shape[1]} targets per token, and datum 0 "
+                    f"{data[0].targets.shape[1]}; send data with other numbers apart"
+                )
+            data.append(found)
+        except RefusedError as error:
+            raise RefusedError(f"datum {index}: {error}") from None
+    return Batch(data, message.loss_fn, message.forward_only)
+
+
+def find_loss(name: str) -> Loss:
+    """Returns a loss by its name; raises RefusedError for one that the service does not have."""
+    if name in LOSSES:
+        return LOSSES[name]
+    if name in NOT_HERE:
+        raise RefusedError(f"loss_fn = {name!r} is not supported: {NOT_HERE[name]}")
+    near = nearest(name, LOSSES)
+    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(LOSSES)}"
+    raise RefusedError(f"loss_fn = {name!r} is unknown; {hint}")
+
+
+def read_settings(message: proto.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
+    """Reads `loss_fn_config`; settings that it leaves out have their defaults."""
+    given: dict[str, Any] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    for key, value in given.items():
+        if key not in loss.settings:
+            known = ", ".join(loss.settings) or "no settings"
+            raise RefusedError(f"loss_fn_config: {key!r} is unknown; {message.loss_fn} has {known}")
+        if not isinstance(value, float) or not np.isfinite(value):
+            raise RefusedError(f"loss_fn_config: {key} = {value!r}; it must be a finite number")
+    return {**loss.settings, **given}
+
+
+def read_chunks(chunks: Sequence[Any], *, vocab_size: int, longest: int) -> np.ndarray:
+    """Joins the token ids of a model input, i32[N]; the chunks are protobuf's."""
+    for index, chunk in enumerate(chunks):
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise RefusedError(f"model_input chunk {index} is {kind}; only tokens are supported")
+    found = b"".join(chunk.encoded_text.tokens for chunk in chunks)
+    if len(found) % 4:
+        raise RefusedError("model_input: the tokens are not 32-bit integers")
+    tokens = np.frombuffer(found, np.int32)
+    check_tokens(tokens, "model_input", vocab_size=vocab_size)
+    if not 0 < len(tokens) <= longest:
+        raise RefusedError(f"model_input has {len(tokens)} tokens; the model takes 1 to {longest}")
+    return tokens
+
+
+def check_tokens(tokens: np.ndarray, name: str, *, vocab_size: int) -> None:
+    """Raises RefusedError for token ids outside the vocabulary."""
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise RefusedError(
+            f"{name} has token ids from {tokens.min()} to {tokens.max()}; the model's are 0 to "
+            f"{vocab_size - 1}: use the model's own tokenizer"
+        )
+
+
+def _read_datum(
+    message: proto.Datum,
+    tokens: np.ndarray,
+    loss: Loss,
+    settings: Mapping[str, float],
+    *,
+    vocab_size: int,
+) -> Datum:
+    given = dict(message.loss_fn_inputs)
+    known = ("target_tokens", *loss.inputs, *loss.per_token)
+    for name in given:
+        if name not in known:
+            raise RefusedError(f"loss_fn_inputs has {name!r}; the loss reads {', '.join(known)}")
+    for name in ("target_tokens", *loss.inputs):
+        if name not in given:
+            raise RefusedError(f"loss_fn_inputs lacks {name!r}, which the loss reads")
+    targets = _read_tensor(given["target_tokens"], "target_tokens", dtype=np.dtype(np.int64))
+    if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
+        raise RefusedError(
+            f"target_tokens has shape {list(targets.shape)}; model_input has {len(tokens)} tokens, "
+            f"so it must be [{len(tokens)}], or [{len(tokens)}, K]"
+        )
+    check_tokens(targets, "target_tokens", vocab_size=vocab_size)
+    arrays: dict[str, np.ndarray] = {}
+    for name in (*loss.inputs, *loss.per_token):
+        if name not in given:
+            continue
+        value = _read_tensor(given[name], name, dtype=np.dtype(np.float32))
+        if value.shape != targets.shape:
+            raise RefusedError(
+                f"{name} has shape {list(value.shape)} and target_tokens {list(targets.shape)}; "
+                "give one value per target"
+            )
+        if not np.isfinite(value).all():
+            raise RefusedError(f"{name} has values that are not finite")
+        arrays[name] = value.reshape(len(tokens), -1)
+    for name, number in settings.items():
+        arrays.setdefault(name, np.full((len(tokens), targets[0].size), number, np.float32))
+    marked = arrays.get("sequence_ratio_mask")
+    if marked is not None and not marked.any():
+        raise RefusedError("sequence_ratio_mask marks no token; mark the sampled ones with 1")
+    shaped = targets.reshape(len(tokens), -1).astype(np.int32)
+    return Datum(tokens, shaped, arrays, targets.ndim == 1)
+
+
+_DTYPES = {
+    proto.DTYPE_FLOAT32: np.dtype(np.float32),
+    proto.DTYPE_INT64: np.dtype(np.int64),
+    proto.DTYPE_INT32: np.dtype(np.int32),
+}
+
+
+def _read_tensor(message: proto.Tensor, name: str, *, dtype: np.dtype) -> np.ndarray:
+    """Decodes a dense array, or a sparse one (CSR), whose other entries are 0."""
+    own = _DTYPES.get(message.dtype)
+    if own is None or own.kind != dtype.kind:
+        shown = proto.DType.Name(message.dtype).removeprefix("DTYPE_").lower()
+        raise RefusedError(f"{name} has dtype {shown}; it must be {dtype}")
+    shape = tuple(message.shape)
+    try:
+        if message.WhichOneof("encoding") != "sparse_csr":
+            values = np.frombuffer(message.dense, own)
+            return values.reshape(shape or (-1,)).astype(dtype)
+        rows, columns = shape
+        part = message.sparse_csr
+        values = np.frombuffer(part.values, own)
+        crow = np.frombuffer(part.crow_indices, np.int64)
+        dense = np.zeros((rows, columns), dtype)
+        dense[np.repeat(np.arange(rows), np.diff(crow)), np.frombuffer(part.col_indices, int)] = (
+            values
+        )
+        return dense
+    except (ValueError, IndexError) as error:
+        raise RefusedError(f"{name} does not fit its shape {list(shape)}: {error}") from None
+
+
+def write_output(
+    logprobs: Sequence[np.ndarray], *, flat: Sequence[bool], metrics: Mapping[str, float]
+) -> bytes:
+    """Encodes the answer to a forward_backward request.
+
+    Args:
+      logprobs: f32[N, K] for each datum.
+      flat: true where the client expects [N].
+      metrics: names with the way in which parts of a request are combined, such as "loss:sum".
+    """
+    message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    for values, single in zip(logprobs, flat, strict=True):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        field = record.fields["logprobs"]
+        field.data = values.astype(np.float32).tobytes()
+        field.offsets = np.array([0, values.size * 4], np.int64).tobytes()
+        field.dtype = proto.DTYPE_FLOAT32
+        if not single:
+            field.trailing_shape.append(values.shape[1])
+    return message.SerializeToString()

@@ -1,0 +1,212 @@
+"""The official client trains and samples on a real server."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tests import documented, tiny
+from tests.service.serving import KEYS, QUIET, Server
+
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+
+ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("service")
+    made = Server(
+        tiny.write_checkpoint(directory / "model"), directory / "run", "--precision", "fp32"
+    )
+    yield made
+    made.stop()
+
+
+def supervised(tokens: list[int]) -> types.Datum:
+    """The next tokens of a text, each with weight 1."""
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+
+
+def test_supervised_loop_lowers_the_loss(server: Server) -> None:
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        texts = [supervised(list(range(5, 25))), supervised([7, 9, 11, 13, 15])]
+        losses = []
+        for _ in range(8):
+            found = client.forward_backward(texts, "cross_entropy")
+            client.optim_step(ADAM).result()
+            losses.append(found.result().metrics["loss:sum"])
+        logprobs = client.forward(texts, "cross_entropy").result().loss_fn_outputs
+    assert losses[-1] < 0.7 * losses[0]
+    assert [one["logprobs"].shape for one in logprobs] == [[19], [4]]
+
+
+def test_policy_loop_raises_the_reward(server: Server) -> None:
+    wanted, rewards = set(range(2, 20)), []
+    prompt = types.ModelInput.from_ints([30, 31, 32])
+    params = types.SamplingParams(max_tokens=4, stop=[], seed=1)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        while len(rewards) < 20 and (not rewards or rewards[-1] < rewards[0] + 0.25):
+            sampler = client.save_weights_and_get_sampling_client().result()
+            found = sampler.sample(prompt, num_samples=16, sampling_params=params).result()
+            scores = [sum(t in wanted for t in one.tokens) / 4 for one in found.sequences]
+            rewards.append(float(np.mean(scores)))
+            data = [
+                on_policy(prompt, one, score - rewards[-1])
+                for one, score in zip(found.sequences, scores, strict=True)
+            ]
+            done = client.forward_backward(data, "importance_sampling")
+            client.optim_step(types.AdamParams(learning_rate=5e-2, eps=1e-8)).result()
+            # The first weights are those that sampled: learner and sampler agree.
+            assert abs(done.result().metrics["mismatch/kl:mean"]) < 1e-5
+    assert rewards[-1] >= rewards[0] + 0.25
+
+
+def on_policy(
+    prompt: types.ModelInput, sample: types.SampledSequence, advantage: float
+) -> types.Datum:
+    """A sample with its log-probs and advantage, as the cookbook's rl_loop makes it."""
+    before = prompt.length - 1
+    assert sample.logprobs is not None
+    return types.Datum(
+        model_input=prompt.append(types.EncodedTextChunk(tokens=sample.tokens[:-1])),
+        loss_fn_inputs={
+            "target_tokens": [0] * before + sample.tokens,
+            "logprobs": [0.0] * before + sample.logprobs,
+            "advantages": [0.0] * before + [advantage] * len(sample.tokens),
+        },
+    )
+
+
+def test_samples_are_scored_as_they_were_drawn(server: Server) -> None:
+    with server.client() as service:
+        sampler = service.create_sampling_client(base_model="tiny")
+        prompt = types.ModelInput.from_ints([5, 6, 7])
+        params = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+        first, again = (
+            sampler.sample(prompt, num_samples=2, sampling_params=params).result() for _ in range(2)
+        )
+        assert [one.tokens for one in first.sequences] == [one.tokens for one in again.sequences]
+        assert first.sequences[0].tokens != first.sequences[1].tokens
+        for one in first.sequences:
+            scored = sampler.compute_logprobs(
+                prompt.append(types.EncodedTextChunk(tokens=one.tokens))
+            ).result()
+            assert scored[0] is None
+            np.testing.assert_allclose(scored[3:], one.logprobs, atol=1e-5)
+        stop = first.sequences[0].tokens[2]
+        params = types.SamplingParams(max_tokens=6, seed=3, stop=[stop])
+        ended = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
+        assert ended.sequences[0].tokens[-1] == stop
+        assert ended.sequences[0].stop_reason == "stop"
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_been(server: Server) -> None:
+    data = [supervised(list(range(5, 25)))]
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4, seed=5).result()
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(ADAM).result()
+        path = client.save_state("one").result().path
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        found = []
+        for one in (client, resumed):
+            one.forward_backward(data, "cross_entropy")
+            one.optim_step(ADAM)
+            found.append(one.forward(data, "cross_entropy").result().metrics["loss:sum"])
+        assert found[0] == found[1]
+
+
+def test_a_bad_datum_is_named_before_anything_is_computed(server: Server) -> None:
+    good, bad = supervised([5, 6, 7, 8]), supervised([5, 6, 7, 8])
+    bad.loss_fn_inputs["target_tokens"] = types.TensorData.from_numpy(np.array([6, 7]))
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        with pytest.raises(tinker.BadRequestError, match=r"datum 1: target_tokens has shape \[2\]"):
+            client.forward_backward([good, bad], "cross_entropy").result()
+        assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
+        with pytest.raises(tinker.BadRequestError, match="importance_sampling"):
+            client.forward_backward([good], "importance_samplin").result()
+
+
+def test_another_key_sees_nothing(server: Server) -> None:
+    with server.client() as service, server.client("tml-second") as other:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        path = client.save_state("mine").result().path
+        with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
+            other.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.AuthenticationError), server.client("tml-other") as stranger:
+        stranger.create_lora_training_client("tiny", rank=4).result()
+
+
+def test_the_documented_program_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
+    (program,) = (found for found in documented.snippets("py") if "tinker" in found.where)
+    names: dict[str, object] = {}
+    exec(compile(program.text, program.where, "exec"), names)
+    service = names["service"]
+    assert isinstance(service, tinker.ServiceClient)
+    with service:
+        assert names["model"] == "tiny"
+
+
+def test_a_loss_of_the_clients_own_is_differentiated_there(server: Server) -> None:
+    data = [supervised(list(range(5, 25)))]
+    with server.client() as service:
+        norms = []
+        for own in (False, True):
+            client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+            if own:
+                found = client.forward_backward_custom(data, minus_sum)
+            else:
+                found = client.forward_backward(data, "cross_entropy")
+            norms.append(client.optim_step(ADAM).result().metrics["grad_norm"])
+            norms.append(found.result().metrics["loss:sum"])
+    assert norms[:2] == pytest.approx(norms[2:], rel=1e-5)
+
+
+def minus_sum(
+    data: list[types.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The cross entropy of weights 1."""
+    return -torch.cat(logprobs).sum(), {}
+
+
+def test_checkpoints_are_listed_published_and_deleted(server: Server) -> None:
+    with server.client() as service, server.client("tml-second") as other:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        state = client.save_state("state").result().path
+        weights = client.save_weights_for_sampler("weights", ttl_seconds=7200).result().path
+        rest = service.create_rest_client()
+        listed = rest.list_checkpoints(client.model_id).result().checkpoints
+        assert [one.tinker_path for one in listed] == [state, weights]
+        assert listed[0].expires_at is None
+        assert listed[1].expires_at is not None
+        run = rest.get_training_run(client.model_id).result()
+        assert run.is_lora
+        assert run.last_sampler_checkpoint is not None
+        assert run.last_sampler_checkpoint.tinker_path == weights
+        rest.publish_checkpoint_from_tinker_path(weights).result()
+        params = types.SamplingParams(max_tokens=3, seed=1)
+        prompt = types.ModelInput.from_ints([5, 6])
+        found = [
+            one.create_sampling_client(model_path=weights)
+            .sample(prompt, num_samples=1, sampling_params=params)
+            .result()
+            .sequences[0]
+            .tokens
+            for one in (service, other)
+        ]
+        assert found[0] == found[1]
+        rest.delete_checkpoint_from_tinker_path(weights).result()
+        with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
+            other.create_sampling_client(model_path=weights).result()

@@ -1,0 +1,158 @@
+"""Tenants in one batch: each one's losses, gradients and weights are those of training alone."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jaxrl.core import Precision, cast
+from jaxrl.models import lora
+from jaxrl.service.files import read_tenant, write_tenant
+from jaxrl.service.pool import ALPHA, Base, Kind, Pool
+from jaxrl.service.wire import Batch, Datum
+from tests import tiny
+
+SETTINGS = dict(
+    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5
+)
+# With a small eps Adam divides rounding by rounding where a gradient is 0.
+CONDITIONED = SETTINGS | {"eps": 1e-2}
+KIND = Kind(4)
+
+
+def batch(seed: int, *lengths: int, forward_only: bool = False) -> Batch:
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        tokens = rng.integers(2, 60, length + 1).astype(np.int32)
+        weights = rng.normal(1, 0.5, (length, 1)).astype(np.float32)
+        data.append(Datum(tokens[:-1], tokens[1:, None], {"weights": weights}, True))
+    return Batch(data, "cross_entropy", forward_only)
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    precision = Precision.of("fp32")
+    return Base(tiny.model(), cast(tiny.params(), precision.wire), precision)
+
+
+def pool_of(base: Base, *names: str, tokens: int = 1024, kind: Kind = KIND) -> Pool:
+    pool = Pool(base, kind, tokens=tokens)
+    for seed, name in enumerate(names):
+        pool.add(name, pool.fresh(seed))
+    return pool
+
+
+def trees_close(first, second, *, within=1e-5):
+    """Compares arrays within a share of their largest number, at least 1."""
+
+    def close(a, b):
+        limit = within * max(1.0, float(np.max(np.abs(b), initial=0)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=limit)
+
+    jax.tree.map(close, first, second)
+
+
+def test_eight_tenants_are_as_each_alone(base):
+    names = [f"t{i}" for i in range(8)]
+    together = pool_of(base, *names)
+    requests = [(name, batch(i, 10 + i, 5)) for i, name in enumerate(names)]
+    for _ in range(2):
+        found = together.compute(requests)
+        for name in names:
+            together.step(name, CONDITIONED)
+    for seed, name in ((0, "t0"), (7, "t7")):
+        alone = Pool(base, KIND, tokens=1024)
+        alone.add(name, alone.fresh(seed))
+        for _ in range(2):
+            own = alone.compute([requests[seed]])
+            alone.step(name, CONDITIONED)
+        trees_close(found[seed], own[0])
+        trees_close(together.read(name), alone.read(name))
+
+
+def test_sums_do_not_depend_on_the_microbatch(base):
+    whole, parts = (pool_of(base, "a", tokens=tokens) for tokens in (4096, 64))
+    data = batch(3, *range(20, 60, 6))
+    first, second = whole.compute([("a", data)]), parts.compute([("a", data)])
+    parts_of = Batch(data.data[:3], data.loss, False), Batch(data.data[3:], data.loss, False)
+    trees_close(first, second)
+    trees_close(whole.read("a").gradients, parts.read("a").gradients)
+    apart = pool_of(base, "a")
+    for one in parts_of:  # gradients add up until the step
+        apart.compute([("a", one)])
+    trees_close(whole.read("a").gradients, apart.read("a").gradients)
+    before = apart.read("a").gradients
+    apart.compute([("a", batch(3, 9, forward_only=True))])
+    trees_close(before, apart.read("a").gradients, within=0)
+
+
+def test_log_probs_are_those_of_the_merged_model(base):
+    pool = pool_of(base, "a")
+    pool.compute([("a", batch(0, 12))])
+    pool.step("a", SETTINGS)
+    adapted = lora.Adapted(pool.weights("a"), base.params, ALPHA)
+    data = batch(1, 9)
+    tokens = data.data[0].tokens[None]
+    index, ones = np.arange(9, dtype=np.int32)[None], np.ones((1, 9), np.int32)
+    hidden = base.model.hidden(lora.merge(adapted), tokens, index, ones, precision=base.precision)
+    logits = np.asarray(hidden[0] @ base.params["embed"].T, np.float64)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = logits[np.arange(9), data.data[0].targets[:, 0]]
+    found = pool.compute([("a", data)])[0].logprobs[0][:, 0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_several_targets_per_token_are_scored_like_single_ones(base):
+    pool = pool_of(base, "a")
+    one = batch(0, 9).data[0]
+    other = np.random.default_rng(5).integers(2, 60, one.targets.shape).astype(np.int32)
+    weights = {"weights": np.ones((9, 2), np.float32)}
+    both = Datum(one.tokens, np.concatenate([one.targets, other], axis=1), weights, False)
+    singles = [
+        Datum(one.tokens, targets, {"weights": weights["weights"][:, :1]}, True)
+        for targets in (one.targets, other)
+    ]
+    found = pool.compute([("a", Batch([both], "cross_entropy", True))])[0].logprobs[0]
+    apart = pool.compute([("a", Batch(singles, "cross_entropy", True))])[0].logprobs
+    np.testing.assert_allclose(found, np.concatenate(apart, axis=1), atol=1e-6)
+
+
+def test_a_step_is_torchs_adamw(base):
+    pool = pool_of(base, "a")
+    flat, structure = jax.tree.flatten(pool.weights("a"))
+    parameters = [torch.nn.Parameter(torch.tensor(np.asarray(x))) for x in flat]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for seed in range(3):
+        pool.compute([("a", batch(seed, 12))])
+        gradients = jax.tree.leaves(pool.read("a").gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.tensor(np.asarray(gradient))
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        pool.step("a", SETTINGS)
+    expected = jax.tree.unflatten(structure, [x.detach().numpy() for x in parameters])
+    trees_close(pool.weights("a"), expected, within=2e-5)
+    assert not any(np.any(x) for x in jax.tree.leaves(pool.read("a").gradients))
+
+
+def test_all_parameters_can_be_trained(base):
+    pool = pool_of(base, "a", kind=Kind(0))
+    data = batch(0, 12, 30)
+    losses = []
+    for _ in range(3):
+        losses.append(sum(x.sum() for x in pool.compute([("a", data)])[0].losses))
+        pool.step("a", SETTINGS)
+    assert losses[2] < losses[0]
+
+
+def test_a_state_on_disk_is_the_state(base, tmp_path):
+    pool = pool_of(base, "a")
+    pool.compute([("a", batch(0, 12))])
+    tenant = pool.read("a")
+    write_tenant(tmp_path / "a.npz", tenant, seq=7)
+    found, seq = read_tenant(tmp_path / "a.npz", like=pool.fresh(1))
+    assert seq == 7
+    trees_close(found, tenant, within=0)

@@ -1,0 +1,88 @@
+"""The order of work, and the keys of a service."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl.commands.tinker import KEY, find_keys
+from jaxrl.service.queue import Queue
+from jaxrl.service.requests import Work
+from jaxrl.service.sampling import Request
+from jaxrl.service.wire import Batch, Datum
+
+DATUM = Datum(np.zeros(2, np.int32), np.zeros((2, 1), np.int32), {}, True)
+
+
+def compute(model: str, seq: int, *, loss: str = "cross_entropy") -> Work:
+    return Work(f"{model}:{seq}", "compute", model, seq, Batch([DATUM], loss, False))
+
+
+def sample(name: str, seed: int, *, weights: str = "") -> Work:
+    one = Request(weights, np.zeros(2, np.int32), 2, 4, 1.0, 1.0, -1, None, seed)
+    return Work(name, "sample", name, 0, one)
+
+
+def queue_of(*models: str) -> Queue:
+    made = Queue(kind_of=lambda model: "kind")
+    for model in models:
+        made.open(model)
+    return made
+
+
+def taken(queue: Queue) -> list[str]:
+    found = queue.take(most=8)
+    assert found is not None
+    return [work.id for work in (*found[0], *found[1])]
+
+
+def test_a_models_requests_are_done_in_order_and_tenants_share_a_batch():
+    queue = queue_of("a", "b")
+    queue.add(compute("a", 1))  # the client sends the first of its chunks last
+    queue.add(compute("b", 0))
+    assert taken(queue) == ["b:0"]
+    queue.add(compute("a", 0))
+    queue.add(compute("b", 1))
+    assert taken(queue) == ["a:0", "a:1", "b:1"]
+    queue.add(compute("a", 2, loss="ppo"))
+    queue.add(compute("b", 2))
+    assert sorted([*taken(queue), *taken(queue)]) == ["a:2", "b:2"]
+
+
+def test_others_do_not_wait_for_a_step_or_a_refused_request():
+    queue = queue_of("a", "b")
+    queue.add(Work("a:0", "step", "a", 0, {}))
+    queue.add(compute("a", 2))
+    queue.add(compute("b", 0))
+    assert sorted([*taken(queue), *taken(queue)]) == ["a:0", "b:0"]
+    queue.drop("a", 1)
+    assert taken(queue) == ["a:2"]
+
+
+def test_samples_of_one_batch_have_the_same_weights_and_other_seeds():
+    queue = queue_of()
+    for work in (sample("x", 1), sample("y", 1), sample("z", 2), sample("w", 3, weights="other")):
+        queue.add(work)
+    assert taken(queue) == ["x", "z"]
+    assert queue.cancel("w") is not None
+    assert taken(queue) == ["y"]
+    queue.close()
+    assert queue.take(most=8) is None
+
+
+def test_a_key_is_made_once_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(ValueError, match=f"set {KEY}"):
+        find_keys("0.0.0.0", tmp_path)
+    (made,) = find_keys("127.0.0.1", tmp_path)
+    assert made.startswith("tml-")
+    assert find_keys("127.0.0.1", tmp_path) == [made]
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(ValueError, match="other users"):
+        find_keys("127.0.0.1", tmp_path)
+    monkeypatch.setenv(KEY, "tml-a,tml-b")
+    assert find_keys("0.0.0.0", tmp_path) == ["tml-a", "tml-b"]
+    monkeypatch.setenv(KEY, "secret")
+    with pytest.raises(ValueError, match="tml-"):
+        find_keys("127.0.0.1", tmp_path)

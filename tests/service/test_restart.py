@@ -1,0 +1,64 @@
+"""A server that is killed at random under load: nothing acknowledged is lost or applied twice."""
+
+import threading
+import time
+
+import pytest
+from tinker import types
+
+from tests import tiny
+from tests.service.serving import QUIET, Server
+from tests.service.test_client import ADAM, supervised
+
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+
+DATA = [supervised(list(range(5, 25)))]
+STEPS = 12
+
+
+def losses_of(server: Server, *, kill: bool) -> list[float]:
+    """The losses of a short run; with `kill` the server dies in it and comes back."""
+    ended = threading.Event()
+
+    def disturb() -> None:
+        time.sleep(0.7)
+        server.kill()
+        server.start()
+        ended.set()
+
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4, seed=3).result()
+        thread = threading.Thread(target=disturb)
+        if kill:
+            thread.start()
+        futures = []
+        while len(futures) < STEPS or (kill and not ended.is_set() and len(futures) < 200):
+            futures.append(client.forward_backward(DATA, "cross_entropy"))
+            client.optim_step(ADAM)
+            futures[-1].result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints([5, 6])
+        params = types.SamplingParams(max_tokens=3, seed=1, stop=[])
+        first = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
+        if kill:
+            thread.join()
+            server.kill()
+            server.start()
+            # A sampling client keeps its weights, and the model what it had learned.
+            again = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
+            assert again.sequences[0].tokens == first.sequences[0].tokens
+            client.forward(DATA, "cross_entropy").result()
+        return [future.result().metrics["loss:sum"] for future in futures]
+
+
+def test_kills_change_nothing(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "model")
+    options = ("--precision", "fp32", "--snapshot_seconds", "1")
+    server = Server(model, tmp_path / "run", *options)
+    try:
+        expected = losses_of(server, kill=False)
+        found = losses_of(server, kill=True)
+    finally:
+        server.stop()
+    assert found[:STEPS] == pytest.approx(expected, abs=1e-5)
+    assert found == sorted(found, reverse=True)
