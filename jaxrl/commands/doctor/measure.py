@@ -150,7 +150,7 @@ def both_policies(config: DoctorConfig) -> tuple[dict[str, Precision], dict[str,
 def load_inputs(config: DoctorConfig) -> Inputs:
     """Loads the model and the prompts of a config."""
     prepare_devices(config.mesh, config.sampler)
-    layout = make_layout(config.mesh, reserved=config.sampler.devices)
+    layout = make_layout(config.mesh, apart={"sampler.devices": config.sampler.devices})
     checkpoint = Checkpoint(config.model.path)
     sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
