@@ -32,7 +32,7 @@ class Base(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The trained part of the tenants of one pool: adapters of one shape, or with rank 0 all parameters."""
+    """The trained part of a pool's tenants: adapters of one shape, or with rank 0 everything."""
 
     rank: int
     attention: bool = True
