@@ -32,7 +32,7 @@ class Base(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What tenants of one pool train: adapters of one shape, or with rank 0 all parameters."""
+    """The trained part of a pool's tenants: adapters of one shape, or with rank 0 everything."""
 
     rank: int
     attention: bool = True
@@ -193,7 +193,7 @@ class Pool:
 
 
 class _Static(NamedTuple):
-    """What the programs of a pool depend on."""
+    """The static inputs of a pool's programs."""
 
     model: Model
     precision: Precision

@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the model's inputs are checked against."""
+    """The model's limits, which inputs are checked against."""
 
     vocab_size: int
     max_positions: int

@@ -1,4 +1,4 @@
-"""What all routes of a service share: keys, owners, errors."""
+"""The common parts of all routes of a service: keys, owners, errors."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ class MissingError(Exception):
 
 
 class Service(NamedTuple):
-    """What the routes serve.
+    """The inputs of the routes.
 
     Attributes:
       engine: does the work.

@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What requests of one batch share."""
+        """The settings that requests of one batch share."""
         return self.weights, self.temperature, self.top_p, self.top_k, self.stop
 
 

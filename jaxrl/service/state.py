@@ -1,4 +1,4 @@
-"""What survives a killed server: sessions, models, requests with their answers, checkpoints.
+"""The part of a service that survives a kill: sessions, models, requests, checkpoints.
 
 A request is written before it is acknowledged, and its answer before a client can read it. A model
 on disk is a snapshot and the requests since, which are computed again after a restart.
