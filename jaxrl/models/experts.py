@@ -160,82 +160,32 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
     # The ragged product leaves the rows of other devices' experts undefined.
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
+    # A token's gradient sums over its experts, so it needs more than 8 or 11 bits of mantissa.
+    tokens = x.reshape(-1, 1, x.shape[-1]).astype(precision.accumulate)
+    tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])[order]
+    tokens = jnp.where(inside, tokens, 0)
     product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
-    owners = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
-
-    def masked(y):
-        alone = len(numbers) == context.config.experts.count
-        return y if alone else jnp.where(inside, y, 0)
+    rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
 
     def project(x, name):
-        y = precision.rounded(product(x, own[name]), "products")
+        y = precision.rounded(product(x, own[name]), "products").astype(precision.accumulate)
         if f"{name}_bias" not in own:
             return y
         bias = own[f"{name}_bias"].astype(precision.accumulate)
         # One device of those that share an expert's hidden units adds the bias of its output.
         added = inside & (units[0] == 0) if name == "expert_down" else inside
-        return y.astype(precision.accumulate) + jnp.where(added, bias[owners], 0)
+        return y + jnp.where(added, bias[rows], 0)
 
-    names = [name for name in ("expert_gate_up", "expert_gate", "expert_up") if name in own]
-    rows = jnp.argsort(order).reshape(-1, chosen)  # of each token
-    tokens = _sent(x.reshape(-1, x.shape[-1]), order // chosen, rows, len(names))
-    inputs = (project(masked(x), name) for x, name in zip(tokens, names, strict=True))
-    wide = [y.astype(precision.accumulate) for y in inputs]
-    gate, up = wide if len(wide) == 2 else (wide[0][:, ::2], wide[0][:, 1::2])
+    if "expert_gate_up" in own:
+        both = project(tokens, "expert_gate_up")
+        gate, up = both[:, ::2], both[:, 1::2]
+    else:
+        gate, up = project(tokens, "expert_gate"), project(tokens, "expert_up")
     hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
-    y = masked(project(precision.rounded(hidden, "products"), "expert_down"))
-    y = _combined(y, weights.reshape(-1, chosen), order, rows)
+    y = project(precision.rounded(hidden, "products"), "expert_down")
+    y = jnp.where(inside, y, 0)
+    y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
+    weights = weights.reshape(-1, chosen, 1)
+    parts = [y[:, i] * weights[:, i] for i in range(chosen)]
+    y = functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
     return y.reshape(1, 1, *shape, x.shape[-1])
-
-
-# Rows go to experts and come back by gathers in both directions: a TPU scatters row after row. Each
-# expert of the tokens is gathered alone, so that one pass adds them up.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sent(x, tokens, rows, uses):
-    """Copies x[N, D] to the rows of experts, x[tokens], as one array for each of its `uses`. Token
-    n has the rows rows[n], i32[N, k]. Its gradient is summed in f32: over k experts it needs more
-    than 8 or 11 bits of mantissa."""
-    return (x[tokens],) * uses
-
-
-def _sent_forward(x, tokens, rows, uses):
-    return _sent(x, tokens, rows, uses), rows
-
-
-def _sent_backward(uses, rows, dy):
-    wide = jnp.promote_types(dy[0].dtype, jnp.float32)
-    experts = range(rows.shape[1])
-    parts = (
-        functools.reduce(jnp.add, [one[rows[:, i]].astype(wide) for one in dy]) for i in experts
-    )
-    return functools.reduce(jnp.add, parts).astype(dy[0].dtype), None, None
-
-
-_sent.defvjp(_sent_forward, _sent_backward)
-
-
-@jax.custom_vjp
-def _combined(y, weights, order, rows):
-    """Sums the rows y[N * k, D] of each token, by weights[N, k] and in their dtype. `order` has the
-    place in `rows` of each row."""
-    parts = [
-        y[rows[:, i]].astype(weights.dtype) * weights[:, i, None] for i in range(rows.shape[1])
-    ]
-    return functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
-
-
-def _combined_forward(y, weights, order, rows):
-    return _combined(y, weights, order, rows), (y, weights, order, rows)
-
-
-def _combined_backward(residuals, dout):
-    y, weights, order, rows = residuals
-    dy = dout[order // rows.shape[1]] * weights.reshape(-1)[order][:, None]
-    gathered = (y[rows[:, i]].astype(weights.dtype) for i in range(rows.shape[1]))
-    dweights = jnp.stack([jnp.sum(dout * one, axis=-1) for one in gathered], axis=1)
-    return dy.astype(y.dtype), dweights, None, None
-
-
-_combined.defvjp(_combined_forward, _combined_backward)

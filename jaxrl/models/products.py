@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
-from jaxrl.models import megablox
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
 OUTPUT = "product"
@@ -112,7 +111,6 @@ def grouped_product(
     contract: tuple[int, int],
     group: Axes = (0,),
     precision: Precision,
-    result: DType,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows of `x`, each by its own matrix.
 
@@ -124,10 +122,9 @@ def grouped_product(
       contract: the axis of `x` and the axis of `y` that are summed over.
       group: axes of `y` that count groups.
       precision: the dtype policy.
-      result: dtype of the result.
 
     Returns:
-      The products; rows beyond the groups are undefined.
+      The products in `accumulate`; rows beyond the groups are undefined.
 
     Raises:
       ValueError: if `precision.products` is not exact: XLA would ignore the algorithm.
@@ -153,20 +150,7 @@ def grouped_product(
     one_by_one = functools.partial(
         _grouped_on_cpu, contract=contract, group=group, precision=precision
     )
-    forms: dict[str, Any] = {"cpu": one_by_one, "default": ragged}
-    if megablox.fits(x):
-        forms["tpu"] = functools.partial(megablox.rows_by_rows, result=result)
-        if group:
-            forms["tpu"] = functools.partial(
-                megablox.rows_by_matrices, transposed=contract == (1, 2), result=result
-            )
-    for name in ("cpu", "default"):
-        forms[name] = functools.partial(_cast, forms[name], result)
-    return lax.platform_dependent(x, y, sizes, **forms)
-
-
-def _cast(multiply, result, *arrays):
-    return multiply(*arrays).astype(result)
+    return lax.platform_dependent(x, y, sizes, cpu=one_by_one, default=ragged)
 
 
 def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
@@ -310,17 +294,15 @@ def batched_matmul(
 
 def _grouped_forward(x, weights, sizes, precision):
     x = x.astype(precision.compute)
-    settings: Any = {"precision": precision, "result": precision.activations}
-    y = grouped_product(x, weights, sizes, contract=(1, 2), **settings)
-    return y, (x, weights, sizes)
+    y = grouped_product(x, weights, sizes, contract=(1, 2), precision=precision)
+    return y.astype(precision.activations), (x, weights, sizes)
 
 
 def _grouped_backward(precision, residuals, dy):
     x, weights, sizes = residuals
-    product_of = functools.partial(grouped_product, sizes=sizes, precision=precision)
-    dx = product_of(dy, weights, contract=(1, 1), result=precision.activations)
-    dweights = product_of(dy, x, contract=(0, 0), group=(), result=weights.dtype)
-    return dx, dweights, None
+    dx = grouped_product(dy, weights, sizes, contract=(1, 1), precision=precision)
+    dweights = grouped_product(dy, x, sizes, contract=(0, 0), group=(), precision=precision)
+    return dx.astype(precision.activations), dweights.astype(weights.dtype), None
 
 
 _grouped: Any = jax.custom_vjp(lambda *args: _grouped_forward(*args)[0], nondiff_argnums=(3,))

@@ -1,7 +1,6 @@
 """Routing, the grouped product, balance, and routing replay."""
 
 import dataclasses
-import math
 import re
 from functools import partial
 
@@ -18,9 +17,6 @@ from jaxrl.models import spec
 from jaxrl.models.experts import imbalance, mixture, route
 from jaxrl.models.layers import LayerContext
 from jaxrl.models.model import decoder
-from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -29,8 +25,8 @@ EXPERTS = CONFIG.experts
 assert EXPERTS is not None
 
 
-def layer(dtype=FP32.params, config=CONFIG):
-    params = spec.init(decoder(config).specs, jax.random.key(0), dtype=dtype)
+def layer(dtype=FP32.params):
+    params = spec.init(decoder(CONFIG).specs, jax.random.key(0), dtype=dtype)
     return jax.tree.map(lambda x: x[0], params["layers"])
 
 
@@ -191,46 +187,3 @@ def test_program_size_is_independent_of_depth(base):
         return len(program.as_text().splitlines())
 
     assert lines(3, 24) == lines(6, 24) == lines(3, 48)
-
-
-WIDE = dataclasses.replace(
-    CONFIG, hidden_size=128, experts=dataclasses.replace(EXPERTS, intermediate_size=256)
-)
-
-
-def wide_results(layout):
-    """Output and gradients of a mixture whose sizes fit the TPU's kernels."""
-    precision, rng = PRESETS["bf16_master"], np.random.default_rng(0)
-    one = {
-        name: x.astype(precision.compute)
-        for name, x in layer(config=WIDE).items()
-        if name == "router" or name.startswith("expert")
-    }
-    x, dy = (jnp.asarray(rng.normal(size=(4, 32, 128)), precision.activations) for _ in range(2))
-    context = LayerContext(WIDE, precision, layout.constrain, layout.local)
-
-    @jax.jit
-    def both(x, one):
-        y, backward = jax.vjp(lambda *a: mixture(*a, context=context)[0], x, one)
-        return y, backward(dy)
-
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), both(x, one))
-
-
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-def test_kernels_of_tpus_equal_the_plain_form(sizes, monkeypatch):
-    devices = jax.devices()[: math.prod(sizes.values())]
-    plain = wide_results(Layout(make_mesh(devices=jax.devices()[:1]), RULES["all"]))
-    called = []
-
-    def as_on_tpus(*arrays, default, tpu=None, **others):
-        called.append(tpu)
-        return (default if tpu is None else partial(tpu, interpret=True))(*arrays)
-
-    monkeypatch.setattr("jax.lax.platform_dependent", as_on_tpus)
-    found = wide_results(Layout(make_mesh(**sizes, devices=devices), RULES["all"]))
-    assert called.count(None) < len(called) / 2
-    # Both round at the same places, after sums that differ in their order.
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2**-6, atol=2**-6 * np.abs(b).max())
-        assert np.mean(np.abs(a - b) > 2**-8 * np.abs(b).max()) < 0.01
