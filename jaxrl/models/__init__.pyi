@@ -25,10 +25,12 @@ from .logprobs import (
     position_chunks as position_chunks,
     token_logprobs as token_logprobs,
     token_logprobs_and_entropy as token_logprobs_and_entropy,
+    whole_logits as whole_logits,
 )
 from .model import Model as Model, decoder as decoder
 from .nnx import NnxConfig as NnxConfig, from_nnx as from_nnx
 from .parameters import param_specs as param_specs
+from .products import product as product
 from .rope import (
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,

@@ -1,6 +1,5 @@
 """The mean of one model's log-probs under another's distribution, over the whole vocabulary."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -9,8 +8,7 @@ from jax import lax
 
 from jaxrl.core.kept import among, decode
 from jaxrl.core.precision import Precision
-from jaxrl.models.logprobs import Head, rounded_logits, tempered
-from jaxrl.models.products import matmul
+from jaxrl.models.logprobs import Head, whole_logits
 
 _POSITIONS = 64  # of a row at once; logits exist for no others
 
@@ -55,7 +53,10 @@ def expected_logprobs(
     @jax.checkpoint
     def mean(scanned: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         *states, records = scanned
-        logits = [_logits(x, one) for x, one in zip(states, (own, other), strict=True)]
+        logits = [
+            whole_logits(x, one.head, precision=one.precision)
+            for x, one in zip(states, (own, other), strict=True)
+        ]
         if records is not None:
             vocab_size = logits[0].shape[-1]
             within = among(decode(records, vocab_size), jnp.arange(vocab_size))
@@ -66,11 +67,3 @@ def expected_logprobs(
     found = lax.map(mean, (*map(chunks, rows), None if kept is None else chunks(kept)))
     found = found.swapaxes(0, 1).reshape(len(mask), -1)[:, :length]
     return jnp.where(mask, found, 0)
-
-
-def _logits(hidden: jax.Array, one: Distributions) -> jax.Array:
-    wide = dataclasses.replace(one.precision, activations=one.precision.accumulate)
-    z = matmul(hidden, one.head.weights, precision=wide)
-    z = rounded_logits(z, one.head, precision=one.precision)
-    stats = jnp.promote_types(one.precision.logits, jnp.float32)
-    return tempered(z.astype(stats), jnp.asarray(one.head.temperature, stats))

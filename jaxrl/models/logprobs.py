@@ -21,7 +21,7 @@ from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
 from jaxrl.models.layers import Constrain, identity
-from jaxrl.models.products import product, summed_in, transposed_product
+from jaxrl.models.products import matmul, product, summed_in, transposed_product
 from jaxrl.models.slots import Allowed, chunk_of, make_slots, put, take
 
 
@@ -128,6 +128,15 @@ def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """
     lowest = jnp.finfo(logits.dtype).min
     return jnp.maximum(logits * (1 / temperature), lowest)
+
+
+def whole_logits(hidden: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
+    """Computes tempered logits of the whole vocabulary from hidden states after the final norm,
+    [..., D] -> [..., V], in `logits` or f32, the wider of the two. Few positions at a time fit."""
+    wide = dataclasses.replace(precision, activations=precision.accumulate)
+    z = rounded_logits(matmul(hidden, head.weights, precision=wide), head, precision=precision)
+    stats = jnp.promote_types(precision.logits, jnp.float32)
+    return tempered(z.astype(stats), jnp.asarray(head.temperature, stats))
 
 
 def position_chunks(length: int, *, chunk: Chunk = DEFAULT_CHUNK) -> int:

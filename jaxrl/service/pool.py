@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.core import Precision, cast, jit, segment_totals, to_floats
+from jaxrl.core import Precision, cast, jit, jit_forward, segment_totals, to_floats
 from jaxrl.learner import LearnerState, make_update
 from jaxrl.models import Model, Params, init, lora, token_logprobs
 from jaxrl.service.losses import LOSSES
@@ -338,21 +338,21 @@ def _is_spec(x: Any) -> bool:
     return hasattr(x, "axes")
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jit_forward, donate_argnums=0)
 def _put(stack: Any, one: Any, slot: int) -> Any:
     return jax.tree.map(lambda x, y: x.at[slot].set(y.astype(x.dtype)), stack, one)
 
 
-@jax.jit
+@jit_forward
 def _take(stack: Any, slot: int) -> Any:
     return jax.tree.map(lambda x: x[slot], stack)
 
 
-@jax.jit
+@jit_forward
 def _gather(stack: Any, slots: jax.Array) -> Any:
     return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), stack)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jit_forward, donate_argnums=0)
 def _add(sums: Any, new: Any, slots: jax.Array) -> Any:
     return jax.tree.map(lambda x, y: x.at[slots].add(y, mode="drop"), sums, new)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.core import Precision, as_served, cast, jit, sampler_precision
 from jaxrl.data import Tokenizer
-from jaxrl.models import Model, lora
+from jaxrl.models import Head, Model, lora, whole_logits
 from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
 from jaxrl.service.pool import Base, scored
 from jaxrl.service.rows import power_of_two
@@ -200,13 +200,11 @@ def _score(
 
 
 def _row_top(
-    row: jax.Array, head: Any, *, top: int, precision: Precision
+    row: jax.Array, head: Head, *, top: int, precision: Precision
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the most probable next tokens after one position: ids i32[k], log-probs f32[k]."""
-    logits = jnp.einsum("td,vd->tv", row, head.weights, preferred_element_type=precision.logits)[0]
-    if head.cap is not None:
-        logits = head.cap * jnp.tanh(logits / head.cap)
-    values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), top)
+    logits = whole_logits(row, head, precision=precision)[0]
+    values, ids = jax.lax.top_k(jax.nn.log_softmax(logits), top)
     return ids, values
 
 

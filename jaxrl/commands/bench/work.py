@@ -21,7 +21,16 @@ from jaxrl.core import MinibatchShape, Precision, cast, given_rollout, jit, pack
 from jaxrl.diagnostics import split, split_log_ratio
 from jaxrl.learner import Learner, make_learner
 from jaxrl.losses import grpo
-from jaxrl.models import DecoderConfig, Model, Params, attend_by, choose_kernel, decoder, init
+from jaxrl.models import (
+    DecoderConfig,
+    Model,
+    Params,
+    attend_by,
+    choose_kernel,
+    decoder,
+    init,
+    product,
+)
 from jaxrl.sampling import EmbeddedSampler, SamplingParams
 
 _GROUP = 8  # completions of a prompt
@@ -197,6 +206,6 @@ def _peak(precision: Precision) -> tuple[float, str]:
         return found.rate, f"data sheet of {name}"
     size = 2048
     x = jnp.ones((size, size), precision.compute)
-    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
-    seconds = _fastest(lambda: product(x).block_until_ready(), repetitions=8)
+    squared = jit(lambda x: product(x, x, contract=(1, 0), precision=precision))
+    seconds = _fastest(lambda: squared(x).block_until_ready(), repetitions=8)
     return 2 * size**3 / seconds, f"a product of {size} x {size} measured here"
