@@ -114,6 +114,7 @@ def test_the_notebook_for_one_gpu_trains_a_model_of_the_hub(
     small += ["--sampling.max_tokens=8", "--train.steps=1", "--train.train_batch=2"]
     small += ["--train.group_size=2", "--train.microbatch_tokens=128", "--precision=fp32"]
     monkeypatch.setenv("JAXRL_COLAB", " ".join(small))
+    monkeypatch.setattr(sys, "argv", sys.argv)  # the notebook sets it
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with stand_in.serving(material / "sft/model") as url:
         own = {"endpoint": url, "cache_dir": tmp_path / "hub"}

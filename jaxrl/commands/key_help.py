@@ -1,6 +1,7 @@
 """`--help` of commands with config keys: an overview of one screen, and tables by their names."""
 
 import argparse
+import itertools
 import re
 from typing import Any
 
@@ -55,9 +56,13 @@ def _overview(parser: Any, tables: dict[str, Any]) -> str:
     formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
     formatter.add_text(parser.description)
     own = [group for group in parser._action_groups if group not in tables.values()]
-    text = _with_sections(formatter, own)
-    width = max(map(len, tables))
-    lines = [f"  {name:{width}}  {_summary(name, group)}" for name, group in tables.items()]
+    formatter.start_section("options")
+    for group in own:
+        formatter.add_arguments(group._group_actions)
+    formatter.end_section()
+    text, width = formatter.format_help(), max(map(len, tables))
+    rows = itertools.groupby(tables, key=lambda name: _summary(name, tables[name]))
+    lines = [f"  {'  '.join(names):{width}}  {summary}" for summary, names in rows]
     example = next(name for name in tables if name != NO_TABLE)
     return (
         f"{text}\ntables of keys; --help {example} shows the keys of [{example}], --help {_ALL} "

@@ -64,8 +64,8 @@ class MeshConfig(Section):
 
 
 class OwnMeshConfig(MeshConfig):
-    """A mesh of its own for one of the models beside the policy, as [mesh]. Its devices follow
-    those of [mesh] and of [critic_mesh], [reference_mesh] and [reward_mesh], in this order."""
+    """A mesh of its own for a model beside the policy. Its devices follow those of [mesh] and of
+    [critic_mesh], [reference_mesh] and [reward_mesh], in this order."""
 
     data: NonNegativeInt = 0
     """Replicas of the model on devices of its own; the batch is sharded over them. 0: the model is

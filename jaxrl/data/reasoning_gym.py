@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 REASONING_GYM = "reasoning_gym:"
+"""Beginning of a `data.path` that names a task."""
+
 _HELD_OUT = 1_000_000_000  # seed of splits other than "train"; row i is made with seed + i
 
 
