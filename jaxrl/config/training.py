@@ -165,6 +165,11 @@ def _own_meshes(c: Config) -> Iterator[str]:
             f"reference.server = {url!r} and sampling.temperature = {c.sampling.temperature:g}: "
             "vLLM scores given tokens only at a temperature of 1; leave one of the two out"
         )
+    if url is not None and c.sampling.truncated:
+        yield (
+            f"reference.server = {url!r} and sampling.top_p, top_k or min_p: vLLM scores given "
+            "tokens only over the whole vocabulary; leave one of the two out"
+        )
     for name, mesh in own.items():
         if c.microbatch_rows % mesh.batch_shards:
             yield (
@@ -242,7 +247,11 @@ def _algorithm(c: Config) -> Iterator[str]:
             "train.replay_routing and critic.trunk = 'shared': values are computed with the "
             "policy's own routing; set critic.trunk = 'own', or leave train.replay_routing out"
         )
-
+    if c.train.gate and c.critic.trunk == "shared":
+        yield (
+            "train.gate judges the policy's step, and critic.trunk = 'shared' takes it together "
+            "with the critic's: set critic.trunk = 'own', or leave train.gate out"
+        )
     if c.train.gate and c.optimizer.offload:
         yield (
             "train.gate compares two states, and optimizer.offload = true keeps the moments in "

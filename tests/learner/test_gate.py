@@ -68,6 +68,9 @@ def test_a_gain_that_is_not_a_number_is_refused():
     assert to_floats(metrics)["update/rejected"] == 1
 
 
-def test_moments_in_host_memory_are_refused():
-    with pytest.raises(ValueError, match=r"train\.gate .* optimizer\.offload = true"):
-        run_config("nothing", train__gate="true", optimizer__offload="true")
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.offload", "true"), ("critic.trunk", "shared")]
+)
+def test_states_that_cannot_be_compared_are_refused(key, value):
+    with pytest.raises(ValueError, match=rf"train\.gate .*{key} = .?{value}"):
+        run_config("nothing", train__gate="true", **{key: value})

@@ -52,6 +52,8 @@ def test_unavailable_records_are_refused(tmp_path):
         config(**{"sampler.name": "vllm_tpu"})
     with pytest.raises(ValueError, match=r"probe\.replay and sampling\.top_p, top_k or min_p"):
         config(**{"sampler.name": "vllm", "sampler.device": "cuda", "probe.replay": "true"})
+    with pytest.raises(ValueError, match=r"reference\.server = .*only over the whole vocabulary"):
+        config(**{"reference.server": "http://127.0.0.1:1", "loss.kl": "0.1"})
     tiny.write_checkpoint(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     with (
