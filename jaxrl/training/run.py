@@ -1,6 +1,6 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -139,10 +139,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         )
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
         lines = (*repaired, _beginning(run, progress, start), *_first_lines(run), *tried, *notes)
-        for line in filter(None, (*lines, change, certified)):
-            tracker.note(line)
-        for line in filter(None, _details(run)):
-            tracker.detail(line)
+        _tell(run, (*lines, change, certified))
         yield run, state, progress
 
 
@@ -254,6 +251,14 @@ def _open_tracker(
             config.tracking, Path(config.run_dir), resolved=flatten(config), note=note
         ),
     )
+
+
+def _tell(run: Run, lines: Iterable[str | None]) -> None:
+    """Prints what there is to say before the first step."""
+    for line in filter(None, lines):
+        run.tracker.note(line)
+    for line in filter(None, _details(run)):
+        run.tracker.detail(line)
 
 
 def _first_lines(run: Run) -> list[str]:
