@@ -81,7 +81,7 @@ def place_critic(
     )
 
     def sent(minibatch: Minibatch) -> Minibatch:
-        batch = dataclasses.replace(minibatch.batch, experts=None)  # of the policy
+        batch = dataclasses.replace(minibatch.batch, experts=None, kept=None)  # of the policy
         return apart.send(dataclasses.replace(minibatch, batch=batch))
 
     def values_apart(params: Params, minibatch: Minibatch) -> jax.Array:
