@@ -3,9 +3,9 @@
 JUDGE_URL=http://127.0.0.1:8000/v1 JUDGE_MODEL=NAME \
     jaxrl train configs/quickstart.toml --reward.path examples/judge.py:ask
 
-JUDGE_RUBRIC names a file that replaces QUESTION. Equal questions are asked once. At the end a line
-tells what the judge cost, in dollars if JUDGE_PRICES gives them for a million tokens of questions
-and of replies, such as 0.15,0.60.
+JUDGE_RUBRIC names a file that replaces QUESTION. What was answered is not asked again. At the end
+a line tells what the judge cost, in dollars if JUDGE_PRICES gives them for a million tokens of
+questions and of replies, such as 0.15,0.60.
 """
 
 import atexit
