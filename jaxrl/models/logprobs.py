@@ -130,9 +130,10 @@ def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.maximum(logits * (1 / temperature), lowest)
 
 
-def whole_logits(hidden: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
+def whole_logits(hidden: jax.Array, head: Head, *, precision: Precision | str) -> jax.Array:
     """Computes tempered logits of the whole vocabulary from hidden states after the final norm,
     [..., D] -> [..., V], in `logits` or f32, the wider of the two. Few positions at a time fit."""
+    precision = Precision.of(precision)
     wide = dataclasses.replace(precision, activations=precision.accumulate)
     z = rounded_logits(matmul(hidden, head.weights, precision=wide), head, precision=precision)
     stats = jnp.promote_types(precision.logits, jnp.float32)

@@ -39,7 +39,7 @@ def product(
     *,
     contract: tuple[int, int],
     batch: Axes = (),
-    precision: Precision,
+    precision: Precision | str,
     result: DType | None = None,
 ) -> jax.Array:
     """Multiplies two arrays, as `lax.dot_general` does.
@@ -55,7 +55,7 @@ def product(
     Returns:
       The batch axes, the other axes of `x`, the other axes of `y`.
     """
-    terms = x.shape[contract[0]]
+    precision, terms = Precision.of(precision), x.shape[contract[0]]
     if precision.sums == "fixed" and terms > ADDED:
         parts = [
             product(
