@@ -1,4 +1,4 @@
-"""Writes the tables of docs/losses.md from the code.
+"""Writes the tables of docs/reference/recipes.md from the code.
 
 python scripts/make_losses_doc.py
 """
@@ -10,7 +10,7 @@ from experiments.runs import write_table
 from jaxrl.commands.losses import catalogue
 from jaxrl.commands.losses.command import markdown
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "losses.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "recipes.md"
 
 if __name__ == "__main__":
     write_table(DOCUMENT, "jaxrl losses --markdown", markdown(catalogue.list_recipes()))

@@ -1,4 +1,4 @@
-"""Measures the table of docs/speed.md for this machine and writes it there.
+"""Measures the table of docs/results/speed.md for this machine and writes it there.
 
     python scripts/make_speed_doc.py runs/speed --plain DIR --peers .venv-peers
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from experiments.runs import markdown, plain_parser, write_table
 
 SCRIPTS = Path(__file__).parent
-DOCUMENT = SCRIPTS.parent / "docs" / "speed.md"
+DOCUMENT = SCRIPTS.parent / "docs" / "results" / "speed.md"
 
 
 class Benchmark(NamedTuple):

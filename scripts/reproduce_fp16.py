@@ -1,4 +1,4 @@
-"""Reproduces FP16 against BF16: tables and plots of docs/precision.md, Result 2.
+"""Reproduces FP16 against BF16: tables and plots of docs/results/precision.md, Result 2.
 
     python scripts/reproduce_fp16.py runs/fp16
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only

@@ -1,4 +1,4 @@
-"""Reproduces phantom clipping: tables and plots of docs/precision.md, Result 1.
+"""Reproduces phantom clipping: tables and plots of docs/results/precision.md, Result 1.
 
     python scripts/reproduce_phantom_clipping.py runs/phantom
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only

@@ -3,7 +3,7 @@ experts, scored with and without the sampler's experts.
 
     python scripts/reproduce_routing_replay.py runs/routing
 
-Takes ten minutes and prints the table of docs/scale.md, Mixtures of experts.
+Takes ten minutes and prints the table of docs/results/scale.md, Routing replay.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-# The quickstart's size, and the size from docs/precision.md with large rounding.
+# The quickstart's size, and the size from docs/results/precision.md with large rounding.
 MODELS = {"2 layers of 64": make_arithmetic.MODEL | EXPERTS, "24 layers of 32": DEEP | EXPERTS}
 FOUND = ("beta_std", "beta_p99", "alpha_std", "k3_kl", "ess", "clipped", "phantom")
 

@@ -12,8 +12,9 @@ from tests.processes import with_eight_devices
 
 os.environ["XLA_FLAGS"] = with_eight_devices(os.environ.get("XLA_FLAGS", ""))
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA's CPU forgets the order of collectives in programs from the compile cache (docs/scale.md).
-# With a thread for each that may wait, devices do not wait for each other for ever.
+# XLA's CPU forgets the order of collectives in programs from the compile cache
+# (docs/internals/xla.md). With a thread for each that may wait, devices do not wait for each other
+# for ever.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Servers that a test starts make a key for their user, which must not be that of the machine's.

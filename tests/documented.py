@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = {*(ROOT / "docs").rglob("*.md")} - {*(ROOT / "docs/reference").glob("*.md")}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(GUIDES)]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 # What a reader has to have, or to wait for.

@@ -11,7 +11,8 @@ from jaxrl.models import NOT_SHARED, DecoderConfig, Kernel, sequence_alignment, 
 from jaxrl.sharding import Layout
 
 _BLOCK = 128  # kernels work in blocks of it, so rows are multiples of it where possible
-_LEAST_SAVED = 1.75  # times fewer tokens; with less, shared rows are slower on CPU (docs/scale.md)
+# Times fewer tokens; with less, shared rows are slower on CPU (docs/results/scale.md).
+_LEAST_SAVED = 1.75
 
 
 def choose_rows(

@@ -21,7 +21,7 @@ from jaxrl.sharding import Layout
 _PROMPTS, _GROUP, _TOKENS = 4, 4, 32  # of the check
 _ROW = 128  # tokens; kernels work in blocks of it
 # Standard deviation of a token's log-prob between the engines, in roundings; measured were up to 17
-# (docs/precision.md).
+# (docs/lora.md).
 _ROUNDINGS = 32
 _LEAST = 1e-6  # nats; f32 log-probs differ by 5e-5 at most, which gives 1e-9
 

@@ -18,7 +18,7 @@ def use_compile_cache() -> None:
     """Points JAX at a cache in the user's cache directory; must run before anything compiles.
 
     Simulated devices get no cache: XLA's CPU backend loses the order of collectives in a program
-    that it reads back, and devices may deadlock (docs/scale.md).
+    that it reads back, and devices may deadlock (docs/internals/xla.md).
     """
     _set("jax_persistent_cache_min_compile_time_secs", 0.0)
     simulated = _DEVICES in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ

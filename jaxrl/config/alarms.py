@@ -20,7 +20,7 @@ _Rules = create_model("_Rules", __base__=Section, **_KEYS)
 
 
 class AlarmsConfig(_Rules):
-    """Signs of a run going wrong (docs/operating.md), and the action on each.
+    """Signs of a run going wrong (docs/alarms.md), and the action on each.
 
     `off` ignores it. `log` prints it and writes it to the metrics. `pause` also saves a checkpoint
     and exits with status 3; the same command resumes. `stop` exits with status 4 and saves nothing

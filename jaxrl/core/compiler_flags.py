@@ -3,7 +3,7 @@
 They are options of each program that `compiled.jit` compiles, so that nothing has to be set before
 JAX starts. A flag that LIBTPU_INIT_ARGS or XLA_FLAGS names is left to them, and
 JAXRL_COMPILER_FLAGS=0 leaves all of them out. Every name is known to the compilers that
-requirements-tpu.txt and requirements-gpu.txt pin; docs/chips.md says what each changes.
+requirements-tpu.txt and requirements-gpu.txt pin; docs/results/chips.md says what each changes.
 """
 
 import os

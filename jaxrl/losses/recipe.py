@@ -92,7 +92,7 @@ class Terms:
         learner's entropy is highest (.2 in arXiv:2506.01939). It costs a forward pass.
       kl: coefficient of the divergence from the reference model (.04 in GRPO's paper). In long
         runs without it others saw gradient norms that grow slowly, and .001 prevented it; 10,000
-        steps of a small task did not show it (docs/operating.md).
+        steps of a small task did not show it (docs/results/operating.md).
       kl_estimator: the estimator of the divergence.
       kl_ratio: importance ratio that the estimate is multiplied by; none by default.
       kl_target: divergence per token, in nats, towards which `kl` is moved after each rollout; none

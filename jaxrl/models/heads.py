@@ -1,7 +1,7 @@
 """Queries, keys and values on a TPU: norm, rope and the order of heads in one pass over memory.
 
 XLA makes several passes of them, in f32, because projections end in [B, T, H * hd] while attention
-reads [B, H, T, hd] (docs/chips.md). The kernels round where the plain form does.
+reads [B, H, T, hd] (docs/results/chips.md). The kernels round where the plain form does.
 """
 
 import functools

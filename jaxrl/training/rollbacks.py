@@ -23,7 +23,7 @@ from jaxrl.losses import recipes
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training.run_directory import ResumeError
 
-_FIRST_KL = 0.001  # for a loss without a KL term: enough for long runs (docs/losses.md)
+_FIRST_KL = 0.001  # for a loss without a KL term: enough for long runs (docs/reference/recipes.md)
 
 
 class Rollback(NamedTuple):

@@ -1,9 +1,10 @@
 """A program compiled for chips, read as text: estimated time and bytes moved, by cause.
 
 The compiler for TPUs writes `estimated_cycles` beside each instruction. It has none for Pallas
-kernels. Splash attention's bundles were counted in its final schedule (docs/chips.md); others take
-the time of their bytes at the chip's full bandwidth. The compiler for GPUs has no estimate: there
-an instruction takes the time of its products or of its bytes at full rate, the longer of the two.
+kernels. Splash attention's bundles were counted in its final schedule (docs/results/chips.md);
+others take the time of their bytes at the chip's full bandwidth. The compiler for GPUs has no
+estimate: there an instruction takes the time of its products or of its bytes at full rate, the
+longer of the two.
 """
 
 import collections

@@ -299,7 +299,7 @@ def test_rules_are_explained_alike_everywhere(name):
     cause = RULES[name].cause
     keys = ", ".join(f"`{key}`" for key in cause.keys)
     row = f"| `{name}` | {cause.condition} | {cause.causes} | {keys} |"
-    assert row in (ROOT / "docs/operating.md").read_text().splitlines()
+    assert row in (ROOT / "docs/alarms.md").read_text().splitlines()
     assert AlarmsConfig.model_fields[name].description == cause.condition
 
 

@@ -367,7 +367,7 @@ def test_function_may_shadow_a_builtin():
 
 
 def test_what_remains_possible_as_the_documentation_says():
-    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/sandbox.md").read_text()
     code, _, lines = page.partition("class Point:")[2].partition("\n```")[0].partition("\n\n")
     code = f"class Point:{code}\ndef is_sorted(x): return True\ndef sort(x): x.clear(); return x"
     for line in lines.splitlines():

@@ -1,7 +1,7 @@
 """Measures the accelerator that is there: the learner's tokens/s and MFU, the sampler's
 tokens/s, the time of a publish, and beta of each dtype policy at equal weights. It needs no
 checkpoint: weights are random. By default the model has Qwen3-0.6B's shape, or on a CPU a small
-one. It writes OUT with versions and machine; docs/speed.md lists others' numbers beside it.
+one. It writes OUT with versions and machine; docs/results/speed.md lists others' numbers beside it.
 
   jaxrl bench
   jaxrl bench MODEL --precisions bf16_master,fp16_master --only learner"""

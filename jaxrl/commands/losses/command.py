@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
     made = options.plain_parser("losses", __doc__)
     made.add_argument("name", nargs="*", help="recipes to show (default: all)")
-    made.add_argument("--markdown", action="store_true", help="print the tables of docs/losses.md")
+    made.add_argument("--markdown", action="store_true", help="print the tables of the docs")
     return made
 
 
@@ -53,7 +53,7 @@ def text(entries: Sequence[Entry]) -> str:
 
 
 def markdown(entries: Sequence[Entry]) -> str:
-    """Formats the tables of docs/losses.md."""
+    """Formats the tables of docs/reference/recipes.md."""
     recipes = [
         (
             f"`{entry.name}`",

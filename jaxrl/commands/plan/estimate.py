@@ -13,7 +13,7 @@ from jaxrl.core import Precision
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import lora, param_specs, parameter_count
 
-# Share of bf16 words that changed -> share of the bytes that a store gets; docs/bridge.md.
+# Share of bf16 words that changed -> share of the bytes that a store gets; docs/results/bridge.md.
 _DIFFERENCES = {0.2: 0.086, 0.006: 0.0076}
 
 

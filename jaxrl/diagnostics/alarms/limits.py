@@ -5,8 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Thresholds of the alarm rules, with which healthy runs raise no alarm (docs/operating.md,
-    "False alarms and hits")."""
+    """Thresholds of the alarm rules, with which healthy runs raise no alarm
+    (docs/results/operating.md, "False alarms and hits")."""
 
     warmup: int = 20  # first steps, with which later ones are compared
     window: int = 20  # steps to compare with, and steps of silence after an alarm

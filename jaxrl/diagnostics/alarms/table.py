@@ -22,7 +22,7 @@ Find = Callable[[History, Limits], Finding | None]
 
 
 class Cause(NamedTuple):
-    """The explanation of an alarm in the log, the help of `[alarms]` and docs/operating.md."""
+    """The explanation of an alarm in the log, the help of `[alarms]` and docs/alarms.md."""
 
     title: str  # the alarm in a few words
     condition: str  # with the default limits

@@ -229,7 +229,7 @@ def _blocks(
 
 def _add(total, first, part):
     """Adds to columns of an array, from `first` on. `at[...].add` to all columns would have no
-    index, and jaxlib 0.11 crashes on empty arrays in shard_map (docs/scale.md, "Attention")."""
+    index, and jaxlib 0.11 crashes on empty arrays in shard_map (docs/internals/xla.md)."""
     sums = total[..., first : first + part.shape[-1]] + part
     return jax.lax.dynamic_update_slice(total, sums, (*(0,) * (total.ndim - 1), first))
 

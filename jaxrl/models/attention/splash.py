@@ -17,7 +17,7 @@ from jaxrl.sharding.partition import Layout
 
 LANES = 128  # of a TPU's vector unit; a device's tokens of a row must be a multiple
 # Tokens per block; the first that divides a row is used. Blocks of 1,024 cost 8 to 10 % less per
-# score on v6e and nothing less on v5p (docs/chips.md); in short rows they mask more.
+# score on v6e and nothing less on v5p (docs/results/chips.md); in short rows they mask more.
 _BLOCKS = (1024, 512, 256, 128)
 _LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
 # Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
