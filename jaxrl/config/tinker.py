@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat
 from jaxrl.config.tables import BaseConfig
 
@@ -39,3 +40,4 @@ class TinkerConfig(BaseConfig):
 
     remat: Remat = "matmuls"
     attention: Attention = "auto"
+    mesh: MeshConfig = MeshConfig()

@@ -13,6 +13,7 @@ from jaxrl import huggingface
 from jaxrl.core import cast
 from jaxrl.models import lora
 from jaxrl.service.pool import ALPHA, Pool, Tenant
+from jaxrl.sharding import place
 
 _STATE = "state.npz"
 
@@ -69,8 +70,10 @@ class Files:
         """Reads the weights of a checkpoint in `precision.wire`, for the sampler."""
         directory, wire = self.checkpoint(path), pool.base.precision.wire
         if not pool.kind.rank:
-            return huggingface.load(directory, dtype=wire)[1]
+            params = huggingface.load(directory, dtype=wire)[1]
+            return place(params, pool.base.layout.tree(pool.specs))
         adapters = huggingface.load_adapter(directory, pool.specs, dtype=wire)
+        adapters = place(adapters, pool.base.layout.tree(pool.specs.adapters))
         return lora.Adapted(adapters, pool.base.params, ALPHA)
 
     def delete(self, path: str) -> None:

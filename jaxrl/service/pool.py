@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core import Precision, cast, jit, jit_forward, segment_totals, to_floats
 from jaxrl.learner import LearnerState, make_update
@@ -15,6 +16,7 @@ from jaxrl.models import Model, Params, init, lora, token_logprobs
 from jaxrl.service.losses import LOSSES
 from jaxrl.service.rows import parts, power_of_two
 from jaxrl.service.wire import Batch
+from jaxrl.sharding import Layout, place
 
 
 class Base(NamedTuple):
@@ -24,11 +26,13 @@ class Base(NamedTuple):
       model: the decoder.
       params: its weights in `precision.wire`, which nothing changes.
       precision: the dtype policy.
+      layout: the devices of all tenants.
     """
 
     model: Model
     params: Params
     precision: Precision
+    layout: Layout
 
 
 class Kind(NamedTuple):
@@ -81,6 +85,15 @@ class Pool:
                 base.model.specs,
                 ALPHA,
             )
+        holding = functools.partial(_holding, precision=base.precision)
+        self._shardings = base.layout.state(
+            jax.eval_shape(lambda: holding(self._start(0))),
+            self.specs.adapters if isinstance(self.specs, lora.Adapted) else self.specs,
+        )
+        self._holding = jit_forward(holding, out_shardings=self._shardings)
+        self._stacked = jax.tree.map(
+            lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)), self._shardings
+        )
         self._stack: Any = None
         self._slots: list[str | None] = []
         self._programs: dict[Any, Any] = {}
@@ -92,33 +105,27 @@ class Pool:
 
     def fresh(self, seed: int) -> Tenant:
         """Makes the state of a new tenant: random A and zero B, or the base's own weights."""
-        precision = self.base.precision
-        if self.kind.rank:
-            trained = init(self.specs.adapters, jax.random.key(seed), dtype=precision.params)
-        else:
-            trained = cast(self.base.params, precision.params)
-        return self.holding(trained)
+        return self.holding(self._start(seed))
 
     def holding(self, trained: Params) -> Tenant:
         """Makes a state with these parameters, before the first step."""
-        update = make_update(optimizer=_optimizer(_SOME), precision=self.base.precision)
-        state = update.init(cast(trained, self.base.precision.params))
-        gradients = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, self.base.precision.grads), state.params
-        )
-        return Tenant(state, gradients)
+        return self._holding(place(trained, self._shardings.state.params))
+
+    def _start(self, seed: int) -> Params:
+        dtype = self.base.precision.params
+        if self.kind.rank:
+            return init(self.specs.adapters, jax.random.key(seed), dtype=dtype)
+        return cast(self.base.params, dtype)
 
     def add(self, name: str, tenant: Tenant) -> None:
         """Puts a tenant in a free slot. Without one the number of slots doubles."""
+        tenant = place(tenant, self._shardings)
         if None not in self._slots:
             count = len(self._slots)
             grown = power_of_two(count + 1)
             more = jax.tree.map(lambda x: np.zeros((grown - count, *x.shape), x.dtype), tenant)
-            self._stack = (
-                jax.tree.map(jnp.asarray, more)
-                if self._stack is None
-                else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), self._stack, more)
-            )
+            more = place(more, self._stacked)
+            self._stack = more if self._stack is None else _join(self._stack, more)
             self._slots += [None] * (grown - count)
         slot = self._slots.index(None)
         self._stack = _put(self._stack, tenant, slot)
@@ -134,6 +141,7 @@ class Pool:
 
     def write(self, name: str, tenant: Tenant) -> None:
         """Replaces a tenant's state."""
+        tenant = place(tenant, self._shardings)
         self._stack = _put(self._stack, tenant, self._slots.index(name))
 
     def weights(self, name: str) -> Any:
@@ -165,22 +173,25 @@ class Pool:
             (first.loss, first.forward_only),
             functools.partial(_compute, loss=first.loss, backward=not first.forward_only),
         )
-        for part in parts(data, slots, tokens=self._tokens):
+        unit, whole = self.base.layout.count("batch"), self.base.layout.batch(("batch", "length"))
+        rows = NamedSharding(whole.mesh, PartitionSpec(None, *whole.spec))
+        for part in parts(data, slots, tokens=self._tokens, unit=unit):
             count = len(part.arrays["tokens"])
             # Unused entries name a slot that does not exist: read anywhere, written nowhere.
             where = np.full(count, len(self._slots), np.int32)
             where[: len(part.tenants)] = part.tenants
             mine = _gather((self._stack.state.params, self._stack.state.loss_scale.scale), where)
-            gradients, logprobs, losses = run(self.base.params, *mine, part.arrays)
+            arrays = place(part.arrays, rows)
+            gradients, logprobs, losses = run(self.base.params, *mine, arrays)
             if gradients is not None:
                 sums = _add(self._stack.gradients, gradients, where)
                 self._stack = self._stack._replace(gradients=sums)
             logprobs, losses = jax.device_get((logprobs, losses))
-            for place in part.places:
-                size = len(data[place.request][place.index].tokens)
-                at = (place.tenant, place.row, slice(place.begin, place.begin + size))
-                found[place.request].logprobs[place.index] = logprobs[at]
-                found[place.request].losses[place.index] = losses[at]
+            for one in part.places:
+                size = len(data[one.request][one.index].tokens)
+                at = (one.tenant, one.row, slice(one.begin, one.begin + size))
+                found[one.request].logprobs[one.index] = logprobs[at]
+                found[one.request].losses[one.index] = losses[at]
         return found
 
     def _program(self, key: Any, function: Callable[..., Any]) -> Any:
@@ -188,7 +199,12 @@ class Pool:
             bound = functools.partial(
                 function, pool=_Static(self.base.model, self.base.precision, bool(self.kind.rank))
             )
-            self._programs[key] = jit(bound, donate_argnums=(0,) if key == "step" else ())
+            options: dict[str, Any] = {"out_shardings": (self._stacked.state.params, None, None)}
+            if key == "step":
+                options = {"out_shardings": (self._shardings, None), "donate_argnums": 0}
+            elif key[1]:  # forward_only
+                options = {}
+            self._programs[key] = jit(bound, **options)
         return self._programs[key]
 
 
@@ -216,6 +232,12 @@ def _optimizer(numbers: Mapping[str, Any]) -> optax.GradientTransformation:
         weight_decay=numbers["weight_decay"],
     )
     return optax.chain(optax.clip_by_global_norm(limit), adamw)
+
+
+def _holding(trained: Params, *, precision: Precision) -> Tenant:
+    update = make_update(optimizer=_optimizer(_SOME), precision=precision)
+    state = update.init(cast(trained, precision.params))
+    return Tenant(state, jax.tree.map(lambda x: jnp.zeros(x.shape, precision.grads), state.params))
 
 
 def _step(tenant: Tenant, numbers: Mapping[str, jax.Array], *, pool: _Static) -> Any:
@@ -271,15 +293,17 @@ def _logprobs(
 
     inputs = [arrays[name] for name in ("tokens", "positions", "segments")]
     if pool.adapted:
-        hidden = jax.vmap(hidden_of)(trained, *inputs).reshape(
-            -1, *shape[2:], model.config.hidden_size
-        )
+        # Rows first: they are what devices divide.
+        hidden = jax.vmap(hidden_of, out_axes=1)(trained, *inputs)
+        hidden = hidden.reshape(-1, *hidden.shape[2:])
+        arrays = {name: jnp.swapaxes(arrays[name], 0, 1) for name in ("targets", "mask")}
         head = model.gathered_head(frozen)
     else:  # one tenant
         trained = jax.tree.map(lambda x: x[0], trained)
         hidden = hidden_of(trained, *(x[0] for x in inputs))
         head = model.gathered_head(trained)
-    return scored(hidden, head, arrays, precision=precision).reshape(*shape, -1)
+    found = scored(hidden, head, arrays, precision=precision)
+    return jnp.swapaxes(found.reshape(shape[1], shape[0], *found.shape[1:]), 0, 1)
 
 
 def scored(
@@ -341,6 +365,11 @@ def _is_spec(x: Any) -> bool:
 @functools.partial(jit_forward, donate_argnums=0)
 def _put(stack: Any, one: Any, slot: int) -> Any:
     return jax.tree.map(lambda x, y: x.at[slot].set(y.astype(x.dtype)), stack, one)
+
+
+@jit_forward
+def _join(stack: Any, more: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), stack, more)
 
 
 @jit_forward

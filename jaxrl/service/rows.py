@@ -40,27 +40,28 @@ def power_of_two(count: int) -> int:
 
 
 def parts(
-    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, tokens: int
+    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, tokens: int, unit: int = 1
 ) -> Iterator[Part]:
     """Packs data into rows and rows into batches.
 
-    Sizes are powers of two, so that few programs are compiled. A datum is never cut, and only
-    rounding depends on its neighbours.
+    Sizes are powers of two, rows times `unit`, so that few programs are compiled. A datum is never
+    cut, and only rounding depends on its neighbours.
 
     Args:
       requests: the data of each; all have the same arrays and number of targets per token.
       tenants: the tenant of each request.
-      tokens: the largest batch, padding included; one row of one tenant always fits.
+      tokens: the largest batch, padding included; `unit` rows of one tenant always fit.
+      unit: the number of devices that rows are divided over.
     """
     longest = max(len(one.tokens) for data in requests for one in data)
     length = power_of_two(max(longest + 1, 64))
     rows = _rows(requests, tenants, capacity=length - 1)
-    most = 1 << (max(1, tokens // length).bit_length() - 1)  # rows, of all tenants
+    most = 1 << (max(1, tokens // length // unit).bit_length() - 1)  # units, of all tenants
     while rows:
         chosen = list(rows)[:most]
-        count = power_of_two(max(len(rows[tenant]) for tenant in chosen))
-        shape = (power_of_two(len(chosen)), count)
-        while shape[0] * shape[1] > most and shape[1] > 1:
+        units = power_of_two(-(-max(len(rows[tenant]) for tenant in chosen) // unit))
+        shape = (power_of_two(len(chosen)), units * unit)
+        while shape[0] * shape[1] > most * unit and shape[1] > unit:
             shape = (shape[0], shape[1] // 2)
         taken = {tenant: rows[tenant][: shape[1]] for tenant in chosen}
         yield _part(requests, taken, shape=(*shape, length))

@@ -16,6 +16,7 @@ from jaxrl.models import Head, Model, lora, whole_logits
 from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
 from jaxrl.service.pool import Base, scored
 from jaxrl.service.rows import power_of_two
+from jaxrl.sharding import Layout
 
 BASE = ""
 """Name of the base model's own weights."""
@@ -80,6 +81,7 @@ class Samplers:
         end_ids: Sequence[int],
         load: Callable[[str], Any],
         max_batch: int,
+        layout: Layout | None = None,
     ) -> None:
         """Makes a sampler.
 
@@ -89,12 +91,16 @@ class Samplers:
           end_ids: tokens that end a sample if the request names none.
           load: name -> weights, `lora.Adapted` or plain, in `precision.wire`.
           max_batch: the most samples decoded at once.
+          layout: the devices of samples, if there are several.
         """
         self._base, self._tokenizer, self._end_ids = base, tokenizer, tuple(end_ids)
         self._load, self._loaded = load, OrderedDict[str, Any]()
         self._texts = functools.lru_cache(maxsize=64)(functools.partial(StopTexts, tokenizer))
-        settings = {"precision": base.precision, "max_batch": max_batch}
-        self._sampler = EmbeddedSampler(base.model, base.params, **settings)
+        settings: dict[str, Any] = {"precision": base.precision, "max_batch": max_batch}
+        model = base.model
+        if layout is not None:
+            model, settings["layout"] = model._replace(local=layout.local), layout
+        self._sampler = EmbeddedSampler(model, base.params, **settings)
         self._serving: Any = base.params
         self._score = jit(
             functools.partial(_score, model=base.model, precision=base.precision),
@@ -161,7 +167,7 @@ class Samplers:
         """Scores the tokens of a prompt, as the sampler computes."""
         size, top = len(request.prompt), request.top
         length = power_of_two(max(size + 1, 64))
-        tokens = np.zeros((1, length), np.int32)
+        tokens = np.zeros((self._base.layout.count("batch"), length), np.int32)
         tokens[0, :size] = request.prompt
         logprobs, names, values = jax.device_get(
             self._score(weights, tokens, np.int32(size), top=top)
@@ -184,10 +190,10 @@ def _score(
     precision: Precision,
     top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes log-probs of the next tokens, f32[1, T], and the `top` most probable ones."""
+    """Computes log-probs of the next tokens, f32[B, T], and the `top` most probable ones."""
     served, own = as_served(weights, precision), sampler_precision(precision)
     served = cast(served, own.compute)
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     segments = (index < size).astype(jnp.int32)
     hidden = model.hidden(served, tokens, index, segments, precision=own)
     head = model.gathered_head(served)

@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import make_layout, prepare_devices, sampler_layout
 from jaxrl.builders.model import load_model
-from jaxrl.config.mesh import MeshConfig
+from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.huggingface import Checkpoint
 from jaxrl.service.app import Service, application
@@ -45,7 +45,8 @@ def open_service(
       directory: of the state, which an earlier service may have left.
     """
     checkpoint, precision = Checkpoint(model_dir), settings.precision
-    layout = make_layout(MeshConfig(), precision=precision)
+    prepare_devices(settings.mesh, SamplerConfig())
+    layout = make_layout(settings.mesh, precision=precision)
     model, params = load_model(
         checkpoint,
         layout=layout,
@@ -53,7 +54,7 @@ def open_service(
         remat=settings.remat,
         attention=settings.attention,
     )
-    base = Base(model, params, precision)
+    base = Base(model, params, precision, layout)
     store = Store(directory / "state.sqlite")
     store.forget_answers(before=time.time() - _KEPT_SECONDS)
     samplers = functools.partial(_samplers, base, checkpoint, settings.max_batch)
@@ -79,10 +80,12 @@ def open_service(
 def _samplers(
     base: Base, checkpoint: Checkpoint, max_batch: int, load: Callable[[str], Any]
 ) -> Samplers:
+    several = base.layout.mesh.size > 1
     return Samplers(
         base,
         tokenizer=checkpoint.tokenizer,
         end_ids=checkpoint.end_ids,
         load=load,
         max_batch=max_batch,
+        layout=sampler_layout(SamplerConfig(), base.layout, base.model) if several else None,
     )

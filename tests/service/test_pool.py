@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from jaxrl.core import Precision, cast
-from jaxrl.models import lora
-from jaxrl.service.files import read_tenant, write_tenant
+from jaxrl.models import decoder, lora
+from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
+from jaxrl.service.sampling import Request, Samplers
 from jaxrl.service.wire import Batch, Datum
+from jaxrl.sharding import PRESETS, Layout, make_mesh, place
 from tests import tiny
 
 SETTINGS = dict(
@@ -18,6 +20,7 @@ SETTINGS = dict(
 # With a small eps Adam divides rounding by rounding where a gradient is 0.
 CONDITIONED = SETTINGS | {"eps": 1e-2}
 KIND = Kind(4)
+ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
 
 
 def batch(seed: int, *lengths: int, forward_only: bool = False) -> Batch:
@@ -33,7 +36,7 @@ def batch(seed: int, *lengths: int, forward_only: bool = False) -> Batch:
 @pytest.fixture(scope="module")
 def base() -> Base:
     precision = Precision.of("fp32")
-    return Base(tiny.model(), cast(tiny.params(), precision.wire), precision)
+    return Base(tiny.model(), cast(tiny.params(), precision.wire), precision, ONE)
 
 
 def pool_of(base: Base, *names: str, tokens: int = 1024, kind: Kind = KIND) -> Pool:
@@ -156,3 +159,46 @@ def test_a_state_on_disk_is_the_state(base, tmp_path):
     found, seq = read_tenant(tmp_path / "a.npz", like=pool.fresh(1))
     assert seq == 7
     trees_close(found, tenant, within=0)
+
+
+@pytest.mark.parametrize("kind", [KIND, Kind(0)], ids=["adapters", "all"])
+def test_a_mesh_computes_what_one_device_computes(base, kind):
+    layout = Layout(make_mesh(data=2, fsdp=2, tensor=2), PRESETS["all"])
+    model = decoder(tiny.CONFIG, layout=layout)
+    cut = Base(model, place(base.params, layout.tree(model.specs)), base.precision, layout)
+    names = ["a", "b"][: 2 if kind.rank else 1]
+    alone, several = pool_of(base, *names, kind=kind), pool_of(cut, *names, kind=kind)
+    requests = [(name, batch(i, 20, 7, 30)) for i, name in enumerate(names)]
+    for _ in range(2):
+        expected, found = alone.compute(requests), several.compute(requests)
+        for name in names:
+            several.step(name, CONDITIONED)
+            alone.step(name, CONDITIONED)
+    trees_close(found, expected)
+    for name in names:
+        trees_close(several.read(name), alone.read(name))
+    several.remove(names[0])
+    several.add("c", alone.read(names[0]))
+    trained = several.specs.adapters if kind.rank else several.specs
+    expected_shardings = jax.tree.leaves(layout.tree(trained))
+    for x, one in zip(jax.tree.leaves(several.weights("c")), expected_shardings, strict=True):
+        assert x.sharding.is_equivalent_to(one, x.ndim)
+    samplers = [
+        Samplers(
+            one,
+            tokenizer=None,
+            end_ids=(),
+            load=None,
+            max_batch=8,
+            layout=None if one is base else layout,
+        )
+        for one in (base, cut)
+    ]
+    for own, pool, name in zip(samplers, (alone, several), (names[0], "c"), strict=True):
+        own.keep("w", served(pool, pool.weights(name)))
+    asked = Request("w", np.arange(2, 9, dtype=np.int32), 2, 5, 0.0, 1.0, 0, (), 1, True, 3)
+    first, second = (own.answer([asked])[0] for own in samplers)
+    np.testing.assert_allclose(second.logprobs, first.logprobs, atol=1e-5)
+    for one, other in zip(second.samples, first.samples, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

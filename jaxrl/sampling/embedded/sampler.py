@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -103,11 +103,10 @@ class EmbeddedSampler(Sampler):
             record_kept=record_kept,
         )
         self.records_kept = record_kept
-        shardings = None if layout is None else layout.tree(model.specs)
-        apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
-        self._elsewhere = shardings if apart else None
+        self._layout = layout
+        self._apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._precision = precision  # an argument, so that samplers share the compiled program
-        self._serve = jit(as_served, static_argnums=1, out_shardings=None if apart else shardings)
+        self._programs: dict[Any, Any] = {}
         self.load(params, version=version)
 
     @property
@@ -121,15 +120,26 @@ class EmbeddedSampler(Sampler):
         They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
         sampler keeps its own copy, so the learner may donate its arrays.
         """
-        served = self._serve(params, self._precision)
-        if self._elsewhere is not None:
-            served = place(served, self._elsewhere)
+        served = self._serve(params)(params, self._precision)
+        if self._apart:
+            served = place(served, self._shardings(params))
         self._weights = _Weights(served, version)
 
     def transfer_hlo(self, params: Params) -> str:
         """Returns the HLO text of the compiled program that `load` runs: it casts the weights and
         moves them from the learner's layout to the sampler's."""
-        return self._serve.lower(params, self._precision).compile().as_text() or ""
+        return self._serve(params).lower(params, self._precision).compile().as_text() or ""
+
+    def _serve(self, params: Params) -> Any:
+        """Returns the program that casts the weights; adapters beside them need another one."""
+        structure = jax.tree.structure(params)
+        if structure not in self._programs:
+            shardings = None if self._apart else self._shardings(params)
+            self._programs[structure] = jit(as_served, static_argnums=1, out_shardings=shardings)
+        return self._programs[structure]
+
+    def _shardings(self, params: Params) -> Any:
+        return None if self._layout is None else self._layout.state(params, self._model.specs)
 
     def close(self) -> None:
         """See `Sampler.close`."""
