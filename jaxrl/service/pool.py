@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.core import Precision, cast, jit, jit_forward, segment_totals, to_floats
 from jaxrl.learner import LearnerState, make_update
 from jaxrl.models import Model, Params, init, lora, token_logprobs
-from jaxrl.service.losses import LOSSES
+from jaxrl.service.losses import find
 from jaxrl.service.rows import parts, power_of_two
 from jaxrl.service.wire import Batch
 from jaxrl.sharding import Layout, place
@@ -266,7 +266,7 @@ def _compute(
 
     def total(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         logprobs = _logprobs(pool, trained, frozen, arrays)
-        losses = _losses(LOSSES[loss], logprobs, arrays)
+        losses = _losses(find(loss), logprobs, arrays)
         return jnp.sum(jnp.sum(losses, axis=(1, 2, 3)) * scale), (logprobs, losses)
 
     if not backward:

@@ -8,7 +8,8 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as proto
 
 from jaxrl.core import nearest
-from jaxrl.service.losses import LOSSES, NOT_HERE, Loss
+from jaxrl.losses import recipes
+from jaxrl.service.losses import LOSSES, NOT_HERE, OURS, Loss, find, named
 
 
 class RefusedError(ValueError):
@@ -50,8 +51,7 @@ def read_batch(
       RefusedError: for a loss that the service does not have, a setting or an array that the loss
         does not read, one that is missing, or a datum of a wrong shape, dtype or length.
     """
-    loss = find_loss(message.loss_fn)
-    settings = read_settings(message, loss)
+    loss, name, settings = read_loss(message)
     if not message.data:
         raise RefusedError("data: there is no datum; give at least one")
     data = []
@@ -67,7 +67,23 @@ def read_batch(
             data.append(found)
         except RefusedError as error:
             raise RefusedError(f"datum {index}: {error}") from None
-    return Batch(data, message.loss_fn, message.forward_only)
+    return Batch(data, name, message.forward_only)
+
+
+def read_loss(message: proto.ForwardBackwardRequest) -> tuple[Loss, str, dict[str, float]]:
+    """Returns the loss, its name for `find`, and the settings that are arrays; raises RefusedError
+    for what the service does not have."""
+    name, given = message.loss_fn, _given(message)
+    if not name.startswith(OURS):
+        loss = find_loss(name)
+        return loss, name, read_settings(name, given, loss)
+    try:
+        if not hasattr(recipes, name.removeprefix(OURS)):
+            raise ValueError(f"there are {', '.join(dir(recipes))}")
+        text = named(name, given)
+        return find(text), text, {}
+    except ValueError as error:
+        raise RefusedError(f"loss_fn = {name!r}: {error}") from None
 
 
 def find_loss(name: str) -> Loss:
@@ -81,15 +97,19 @@ def find_loss(name: str) -> Loss:
     raise RefusedError(f"loss_fn = {name!r} is unknown; {hint}")
 
 
-def read_settings(message: proto.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
-    """Reads `loss_fn_config`; settings that it leaves out have their defaults."""
+def _given(message: proto.ForwardBackwardRequest) -> dict[str, Any]:
     given: dict[str, Any] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    return given
+
+
+def read_settings(name: str, given: Mapping[str, Any], loss: Loss) -> dict[str, float]:
+    """Reads `loss_fn_config`; settings that it leaves out have their defaults."""
     for key, value in given.items():
         if key not in loss.settings:
             known = ", ".join(loss.settings) or "no settings"
-            raise RefusedError(f"loss_fn_config: {key!r} is unknown; {message.loss_fn} has {known}")
+            raise RefusedError(f"loss_fn_config: {key!r} is unknown; {name} has {known}")
         if not isinstance(value, float) or not np.isfinite(value):
             raise RefusedError(f"loss_fn_config: {key} = {value!r}; it must be a finite number")
     return {**loss.settings, **given}
@@ -141,6 +161,10 @@ def _read_datum(
             f"target_tokens has shape {list(targets.shape)}; model_input has {len(tokens)} tokens, "
             f"so it must be [{len(tokens)}], or [{len(tokens)}, K]"
         )
+    if loss.single and targets.ndim > 1 and targets.shape[1] > 1:
+        raise RefusedError(
+            f"target_tokens has {targets.shape[1]} targets per token; this loss takes one"
+        )
     check_tokens(targets, "target_tokens", vocab_size=vocab_size)
     arrays: dict[str, np.ndarray] = {}
     for name in (*loss.inputs, *loss.per_token):
@@ -157,9 +181,8 @@ def _read_datum(
         arrays[name] = value.reshape(len(tokens), -1)
     for name, number in settings.items():
         arrays.setdefault(name, np.full((len(tokens), targets[0].size), number, np.float32))
-    marked = arrays.get("sequence_ratio_mask")
-    if marked is not None and not marked.any():
-        raise RefusedError("sequence_ratio_mask marks no token; mark the sampled ones with 1")
+    if loss.marks and not arrays[loss.marks].any():
+        raise RefusedError(f"{loss.marks} marks no token; mark the sampled ones with 1")
     shaped = targets.reshape(len(tokens), -1).astype(np.int32)
     return Datum(tokens, shaped, arrays, targets.ndim == 1)
 

@@ -67,6 +67,14 @@ def test_policy_loop_raises_the_reward(server: Server) -> None:
             client.optim_step(types.AdamParams(learning_rate=5e-2, eps=1e-8)).result()
             # The first weights are those that sampled: learner and sampler agree.
             assert abs(done.result().metrics["mismatch/kl:mean"]) < 1e-5
+        for one in data:  # the same by a recipe of jaxrl
+            marks = np.array(one.loss_fn_inputs["logprobs"].data) != 0
+            one.loss_fn_inputs["action_mask"] = types.TensorData.from_numpy(np.float32(marks))
+        found = client.forward(data, "jaxrl.grpo", {"clip_high": 9.0}).result()
+        for one in data:
+            del one.loss_fn_inputs["action_mask"]
+        expected = client.forward(data, "ppo", {"clip_high_threshold": 10.0}).result()
+        assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
     assert rewards[-1] >= rewards[0] + 0.25
 
 
@@ -133,8 +141,13 @@ def test_a_bad_datum_is_named_before_anything_is_computed(server: Server) -> Non
         with pytest.raises(tinker.BadRequestError, match=r"datum 1: target_tokens has shape \[2\]"):
             client.forward_backward([good, bad], "cross_entropy").result()
         assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
-        with pytest.raises(tinker.BadRequestError, match="importance_sampling"):
-            client.forward_backward([good], "importance_samplin").result()
+        for name, settings, message in (
+            ("importance_samplin", None, "importance_sampling"),
+            ("jaxrl.dapo", {"clip_hihg": 0.28}, "clip_high"),
+            ("jaxrl.dap", None, "dapo"),
+        ):
+            with pytest.raises(tinker.BadRequestError, match=message):
+                client.forward_backward([good], name, settings).result()
 
 
 def test_another_key_sees_nothing(server: Server) -> None:

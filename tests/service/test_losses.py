@@ -8,7 +8,7 @@ import pytest
 from jaxrl import losses
 from jaxrl.core import TokenBatch
 from jaxrl.losses import Scores
-from jaxrl.service.losses import LOSSES
+from jaxrl.service.losses import LOSSES, find
 
 RNG = np.random.default_rng(0)
 LOGPROBS = RNG.normal(-1, 0.7, (1, 8)).astype(np.float32)
@@ -83,3 +83,44 @@ def test_losses_are_compositions_of_the_librarys(name):
         given = jnp.asarray(LOGPROBS)
         found = of(lambda x: service_loss(name, x))(given)
         np.testing.assert_allclose(found, of(ours)(given), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("jaxrl.grpo", "ppo"), ("jaxrl.cispo high=4", "cispo"), ("jaxrl.gspo", "gspo")],
+)
+def test_recipes_sum_over_the_marked_tokens_of_their_sequences(recipe, name):
+    lengths, marked = (5, 3), np.array([[0, 1, 1, 1, 1, 0, 1, 1]], np.float32)
+    segments = jnp.repeat(jnp.array([1, 2], jnp.int32), jnp.array(lengths))[None]
+    rows = {"segments": segments, "positions": segments, "targets": segments, "action_mask": marked}
+    rows |= {"logprobs": SAMPLER, "advantages": ADVANTAGES * marked}
+    arrays = {key: jnp.asarray(value) for key, value in rows.items()}
+
+    def ours(logprobs):
+        return find(recipe).apply(logprobs, arrays, None)
+
+    def theirs(logprobs):
+        settings = {k: jnp.full((1, 8), v, jnp.float32) for k, v in LOSSES[name].settings.items()}
+        x = arrays | settings | {"sequence_ratio_mask": arrays["action_mask"]}
+
+        def mean(values, marks):
+            parts = jnp.split(values * marks, [lengths[0]], axis=1)
+            of = jnp.split(marks, [lengths[0]], axis=1)
+            means = [jnp.full_like(p, p.sum() / m.sum()) for p, m in zip(parts, of, strict=True)]
+            return jnp.concatenate(means, axis=1)
+
+        return LOSSES[name].apply(logprobs, x, mean) * marked
+
+    for of in (lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())):
+        given = jnp.asarray(LOGPROBS)
+        np.testing.assert_allclose(of(ours)(given), of(theirs)(given), rtol=1e-5, atol=1e-6)
+
+
+def test_recipes_that_read_more_are_refused_by_name():
+    for text, message in (
+        ("jaxrl.clip_cov", "reads more than a sequence's log-probs"),
+        ("jaxrl.grpo kl=0.001", "reads more than a sequence's log-probs"),
+        ("jaxrl.cispo hight=4", "did you mean high"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find(text)

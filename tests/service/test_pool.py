@@ -183,6 +183,8 @@ def test_a_mesh_computes_what_one_device_computes(base, kind):
     expected_shardings = jax.tree.leaves(layout.tree(trained))
     for x, one in zip(jax.tree.leaves(several.weights("c")), expected_shardings, strict=True):
         assert x.sharding.is_equivalent_to(one, x.ndim)
+    if not kind.rank:
+        return
     samplers = [
         Samplers(
             one,
