@@ -30,6 +30,17 @@ _FUNCTIONS = (
 _INPUTS = (*_MODELS, "lora.path", "data.path", "data.eval_path", "sampler.python", *_FUNCTIONS)
 
 
+def config_of(run: Path) -> Path:
+    """Returns the config.toml of a run.
+
+    Raises:
+      ValueError: if the directory is not a run's.
+    """
+    if not (run / "config.toml").exists():
+        raise ValueError(f"{run} is not a run: it has no config.toml")
+    return run / "config.toml"
+
+
 def check_paths(config: Section) -> None:
     """Checks the files and directories that a config names; missing ones are left to their readers.
 

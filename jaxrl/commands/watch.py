@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import config_of
 from jaxrl.commands.report import collect
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
 from jaxrl.tracking.tracker import parse_entry
@@ -105,10 +106,8 @@ def render(run: Path, metrics: Tail) -> RenderableType:
     Raises:
       ValueError: if the directory is not a run's.
     """
-    path = run / "config.toml"
+    path = config_of(run)
     entries = metrics.read()
-    if not path.exists():
-        raise ValueError(f"{run} is not a run: it has no config.toml")
     if not entries:
         return "no step yet; the first one compiles"
     total = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"]

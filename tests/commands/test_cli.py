@@ -141,7 +141,7 @@ def test_printed_config_loads_again(tmp_path, capsys):
         (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),
         (["train"], 1, "model.path is missing"),
         (["sft", "--model.path", "m"], 1, "data.path is missing"),
-        (["export", "nowhere", "out"], 1, "nowhere/config.toml: cannot be read"),
+        (["export", "nowhere", "out"], 1, "nowhere is not a run: it has no config.toml"),
     ],
 )
 def test_errors_are_one_line_with_a_status(argv, status, message, capsys):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import config_of
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.supervised import SFTConfig, SupervisedConfig
 from jaxrl.config.toml_file import read_tree, validate
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     arguments = parser().parse_args(argv)
-    config, directory = _load(arguments.run_dir / "config.toml"), arguments.directory
+    config, directory = _load(config_of(arguments.run_dir)), arguments.directory
     if not arguments.overwrite and any(directory.glob("*.safetensors")):
         raise ValueError(f"{directory} holds a model; add --overwrite, or name another directory")
 

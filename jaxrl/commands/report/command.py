@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.commands import options
+from jaxrl.commands.paths import config_of
 from jaxrl.commands.report.charts import charts_of
 from jaxrl.commands.report.collect import collect
 from jaxrl.commands.report.serve import ADDRESS, make_server
@@ -88,8 +89,7 @@ def make_page_server(runs: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
 def _follow(runs: Sequence[Path], *, port: int | None) -> int:
     """Serves the page until Ctrl-C."""
     for run in runs:
-        if not (run / "config.toml").exists():
-            raise ValueError(f"{run} is not a run: it has no config.toml")
+        config_of(run)
     try:
         server = make_page_server(runs, port=8080 if port is None else port)
     except OSError as error:
