@@ -138,6 +138,9 @@ def test_pages_work_from_disk_on_a_phone(site, tmp_path):
         for name in SOURCES:
             page.open((site / name).with_suffix(".html"), width=390, dark=True)
             assert page.run("document.documentElement.scrollWidth") <= 390, name
+        page.open(site / "examples.html", width=1400, dark=False)
+        scroll = "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth)"
+        assert page.run(f"{scroll}.length") == 0  # code fits the column
         for dark in (True, False):
             page.open(site / "index.html", width=800, dark=dark)
             seen = page.run("getComputedStyle(document.querySelector('article img')).filter")
