@@ -43,7 +43,9 @@ def show(page, tmp_path, runs, *, width=390, steps=40):
 
 
 def sentence(page):
-    return page.run("document.getElementById('outcome').textContent").replace("\u2011", "-")
+    said = page.run("document.getElementById('outcome').textContent")
+    assert " %" not in said  # a figure and its unit stay on one line
+    return said.replace("\u2011", "-").replace("\u00a0", " ")
 
 
 def test_a_phone_shows_the_outcome_and_the_main_chart_first(page, tmp_path):

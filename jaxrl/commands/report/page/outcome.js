@@ -1,7 +1,7 @@
 "use strict";
 // What became of the runs: a sentence, tiles or a table, and the state of the alarms.
 const brief = (v) => String(+v.toPrecision(3));
-const percent = (v) => `${(100 * v).toFixed(1)} %`;
+const percent = (v) => `${(100 * v).toFixed(1)}\u00a0%`; // one word: a line never ends before its %
 const duration = (s) => s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
 // A path quoted for a shell.
