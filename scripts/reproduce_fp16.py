@@ -4,16 +4,17 @@
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
-use --parts sanity. The part families, the sanity test for other models, runs only if it is named.
+use --parts sanity. Two parts run only if they are named: families, the sanity test for other
+models, and gaps, the deployment gap of every preset, which needs vLLM.
 """
 
 import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import families, grid, offline, phantom, pictures, sanity
+from reproduce import families, gaps, grid, offline, phantom, pictures, sanity
 
-PARTS = ["offline", "sanity", "families"]
+PARTS = ["offline", "sanity", "families", "gaps"]
 
 
 def main() -> None:
@@ -38,6 +39,13 @@ def main() -> None:
         for seed in arguments.seeds:
             for cell in sanity.CELLS:
                 sanity.run_cell(directory, cell, seed=seed)
+    if "gaps" in arguments.parts:
+        seed = arguments.seeds[0]
+        found = {
+            sampler: gaps.compared(directory, sampler=sampler, seed=seed)
+            for sampler in ("embedded", "vllm")
+        }
+        print(gaps.table(found))
     if "families" in arguments.parts:
         for seed in arguments.seeds:
             for case in families.CELLS:

@@ -5,6 +5,7 @@
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
     python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
     python scripts/reproduce_phantom_clipping.py runs/phantom --doses        some minutes; seed 0
+    python scripts/reproduce_phantom_clipping.py runs/phantom --hill         half an hour
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
 """
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import doses, explanations, grid, phantom, pictures
+from reproduce import doses, explanations, grid, hill, phantom, pictures
 from reproduce.phantom import SAMPLERS
 
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
     parser.add_argument("--explanations", action="store_true", help="the write-up's other ones")
     parser.add_argument("--doses", action="store_true", help="clips with more phantom clips")
+    parser.add_argument("--hill", action="store_true", help="both policies of each checkpoint")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -40,6 +42,9 @@ def main() -> None:
         return
     if arguments.doses:
         print(doses.table(doses.compared(directory, seed=arguments.seeds[0])))
+        return
+    if arguments.hill:
+        print(hill.table(hill.compared(directory, seeds=arguments.seeds)))
         return
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)

@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -12,12 +12,9 @@ import make_arithmetic
 import numpy as np
 from experiments.runs import CONFIGS, config, finished, markdown, rollouts, spread, trained
 from reproduce import scoring
-from reproduce.grid import Entries, curve, early, found
+from reproduce.grid import Entries, curve, early, found, server
 
-from jaxrl.builders.servers import StartingServer, starting_server
-from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import Precision, TokenBatch
-from jaxrl.huggingface import Checkpoint
 from jaxrl.losses import Ratio, Scores, on_policy, over_anchor, over_sampler, shadowed
 from jaxrl.training.run import open_run
 
@@ -84,15 +81,23 @@ def row_dir(directory: Path, row: str, *, seed: int | str) -> Path:
     return directory / f"{'-'.join(words)}-{seed}"
 
 
-def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping) -> Entries:
-    """Trains a row with a seed and `more` config keys."""
+def row_keys(
+    material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping
+) -> dict[str, object]:
+    """Returns the config keys of a row with a seed and `more` keys."""
     keys = {
         "seed": seed,
         "run_dir": run_dir,
         "model.path": material / f"model-{seed}",
         "data.path": material / "prompts.jsonl",
     }
-    return rollouts(trained(CONFIG, {**keys, **more, **ROWS[row]}))
+    return {**keys, **more, **ROWS[row]}
+
+
+def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping) -> Entries:
+    """Trains a row, with the keys of `row_keys`."""
+    keys = row_keys(material, row, run_dir=run_dir, seed=seed, more=more)
+    return rollouts(trained(CONFIG, keys))
 
 
 def train_rows(directory: Path, *, sampler: str, seeds: Sequence[int]) -> None:
@@ -108,21 +113,11 @@ def train_rows(directory: Path, *, sampler: str, seeds: Sequence[int]) -> None:
             if sampler == "vllm":
                 dtype = Precision.parse(ROWS[row].get("precision", "phantom")).sampler
                 if dtype not in urls:
-                    starting = servers.enter_context(_server(directory, dtype))
+                    model = directory / "model-0"
+                    starting = servers.enter_context(server(model, dtype=dtype, logs=directory))
                     urls[dtype] = starting.wait().url
                 more = {"sampler.name": "vllm", "sampler.url": urls[dtype]}
             run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
-
-
-def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[StartingServer]:
-    return starting_server(
-        ServerConfig(kv_cache_bytes=64 << 20),
-        Checkpoint(directory / "model-0"),
-        dtype=dtype,
-        log=directory / f"vllm-{dtype.name}.log",
-        note=print,
-        max_model_len=64,
-    )
 
 
 def found_rows(directory: Path, *, sampler: str) -> dict[str, list[Entries]]:

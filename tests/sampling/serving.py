@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import numpy as np
+
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
@@ -16,12 +19,17 @@ from jaxrl.builders.servers import starting_server
 from jaxrl.builders.weight_sync import Adapters, WeightRoute
 from jaxrl.config.training import Config
 from jaxrl.core import precision
+from jaxrl.core.batch import Minibatch, given_rollout
+from jaxrl.core.packing import pack
 from jaxrl.huggingface.checkpoint import Checkpoint
+from jaxrl.learner.policy import make_score
+from jaxrl.models.model import decoder
 from tests import tiny
 from tests.run_config import run_config
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
 FP32 = precision.PRESETS["fp32"]
+MODEL = decoder(SERVED)
 
 
 class Material(NamedTuple):
@@ -89,3 +97,20 @@ def opened(
 def signal_all(server: LocalServer, signum: int) -> None:
     for process in server.process_ids:
         os.kill(process, signum)
+
+
+def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
+    """Scores one sequence per row: f32[N, row_length]."""
+    model = MODEL._replace(temperature=temperature)
+    score = make_score(model, precision=FP32)
+    rows = [[i] for i in range(len(rollouts))]
+    batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=row_length)
+    given = Minibatch(batch=batch, microbatches=np.int32(1), rows_per_microbatch=len(rollouts))
+    scored = jax.jit(score)(params, given)
+    return np.asarray(scored)
+
+
+def all_logprobs(params, tokens) -> np.ndarray:
+    """Scores a sequence, i32[T], with the learner: f32[T], 0 for the first token."""
+    rollout = given_rollout(tokens[:1], tokens[1:])
+    return batch_logprobs([rollout], params, temperature=1.0, row_length=len(tokens))[0]

@@ -17,15 +17,12 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
 from jaxrl.builders.sampler import Serving
 from jaxrl.builders.teacher import open_teacher
-from jaxrl.core.batch import Minibatch, given_rollout
+from jaxrl.core.batch import given_rollout
 from jaxrl.core.hosts import Hosts
-from jaxrl.core.packing import pack
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
 from jaxrl.huggingface.checkpoint import Checkpoint
-from jaxrl.learner.policy import make_score
-from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sampling.stop_texts import StopTexts
@@ -35,8 +32,11 @@ from tests import tiny
 from tests.sampling.adapter_file import save_adapter
 from tests.sampling.serving import (
     FP32,
+    MODEL,
     SERVED,
     Material,
+    all_logprobs,
+    batch_logprobs,
     config,
     opened,
     signal_all,
@@ -45,7 +45,6 @@ from tests.sampling.serving import (
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
-MODEL = decoder(SERVED)
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 35], [12, 13])]
 
 
@@ -111,17 +110,6 @@ def learner_logprobs(completions, params, *, temperature: float) -> list[np.ndar
     ]
 
 
-def batch_logprobs(rollouts, params, *, temperature: float, row_length: int) -> np.ndarray:
-    """Scores one sequence per row: f32[N, row_length]."""
-    model = MODEL._replace(temperature=temperature)
-    score = make_score(model, precision=FP32)
-    rows = [[i] for i in range(len(rollouts))]
-    batch = pack(rollouts, [0.0] * len(rollouts), rows=rows, row_length=row_length)
-    given = Minibatch(batch=batch, microbatches=np.int32(1), rows_per_microbatch=len(rollouts))
-    scored = jax.jit(score)(params, given)
-    return np.asarray(scored)
-
-
 def test_published_server_equals_learner(serving):
     """The canary: tokens sampled at another temperature, scored by the learner's forward pass."""
     drawn = SamplingParams(max_tokens=16, temperature=0.7, seed=5)
@@ -180,6 +168,19 @@ def test_served_teacher_equals_local_teacher(material):
     np.testing.assert_allclose(*found, atol=5e-5)
 
 
+@pytest.mark.usefixtures("serving")
+def test_served_reference_is_the_initial_model(material, tmp_path):
+    """The embedded sampler samples, so the server keeps the weights that it started with."""
+    found = []
+    for name, keys in {"own": {}, "served": {"reference__server": material.url}}.items():
+        run = {"run_dir": f"{tmp_path}/{name}", "sampler__name": "embedded", "loss__kl": "0.1"}
+        train.train(config(material.directory, train__steps="3", **run, **keys))
+        rows = [e for e in read_metrics(tmp_path / name / "metrics.jsonl") if "reward" in e]
+        found.append([[row[n] for n in ("kl/reference", "loss", "grad_norm")] for row in rows])
+    np.testing.assert_allclose(*found, rtol=1e-3, atol=2e-6)
+    assert found[0][-1][0] > 100 * abs(found[1][0][0])  # it has moved from a reference that has not
+
+
 class Speaks:
     """Replies with the same tokens after each of three turns."""
 
@@ -213,12 +214,6 @@ def test_turn_is_conditioned_on_the_episode(serving):
         assert set(r.version[r.action_mask]) == {3}
         whole = known[len(r.prompt) :][r.action_mask]
         np.testing.assert_allclose(r.logprobs[r.action_mask], whole, atol=5e-5)
-
-
-def all_logprobs(params, tokens) -> np.ndarray:
-    """Scores a sequence, i32[T], with the learner: f32[T], 0 for the first token."""
-    rollout = given_rollout(tokens[:1], tokens[1:])
-    return batch_logprobs([rollout], params, temperature=1.0, row_length=len(tokens))[0]
 
 
 def test_logprobs_are_those_of_the_truncated_distribution(serving):

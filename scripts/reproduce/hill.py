@@ -1,0 +1,51 @@
+"""The question whether gradients in f32 climb the wrong hill: the policy that the sampler
+computes and the one that the learner does, along runs whose ratio is clean, and one that fails."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.runs import markdown, spread, trained
+from reproduce import phantom, policies
+from reproduce.policies import Rewards
+
+from jaxrl.training.evaluate import Evaluation, evaluate
+from jaxrl.training.rollouts.generate import RolloutSource
+
+CLEAN = "beta removed: ratio over the anchor, clipped"
+COMPARED = {"embedded": [CLEAN], "fp8": [CLEAN, phantom.FAILURE]}
+SAMPLES = 2  # completions of each prompt
+_SAVED = {"checkpoint.every": 5, "checkpoint.keep": 9}
+Row = tuple[str, str]  # sampler, row
+
+
+def compared(directory: Path, *, seeds: Sequence[int]) -> dict[Row, list[tuple[Rewards, Rewards]]]:
+    """Trains or reads the runs, and measures the two policies of their checkpoints."""
+    found = dict[Row, list[tuple[Rewards, Rewards]]]()
+    for seed in seeds:
+        for sampler, rows in COMPARED.items():
+            for row in rows:
+                run_dir = phantom.row_dir(directory / f"hill-{sampler}", row, seed=seed)
+                more = _SAVED | (phantom.COARSE if sampler == "fp8" else {})
+                keys = phantom.row_keys(directory, row, run_dir=run_dir, seed=seed, more=more)
+                trained(phantom.CONFIG, keys)
+                both = policies.both(phantom.CONFIG, keys, measure=_measure)
+                found.setdefault((sampler, row), []).append(both)
+    return found
+
+
+def _measure(source: RolloutSource) -> Evaluation:
+    examples = source.task.prompts.examples
+    return evaluate(source, examples, params=source.params, samples=SAMPLES)
+
+
+def table(results: Mapping[Row, Sequence[tuple[Rewards, Rewards]]]) -> str:
+    """Formats a line for each policy of each row: mean lengths, over its seeds."""
+    rows = []
+    for (sampler, row), runs in results.items():
+        for name, chosen in (("sampler's", 0), ("learner's", 1)):
+            lengths = {
+                str(step): spread([-run[chosen][step].mean() for run in runs], "{:.1f}")
+                for step in runs[0][chosen]
+            }
+            rows.append({"sampler": sampler, "row": row, "policy": name} | lengths)
+    return markdown(rows)
