@@ -4,9 +4,9 @@ gradients, and updates too small to move the published words."""
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.runs import markdown
+from experiments.runs import markdown, spread
 from reproduce import phantom
-from reproduce.grid import Entries, early
+from reproduce.grid import Entries, curve, early
 
 CLEAN = "beta removed: ratio over the anchor, clipped"
 COMPARED = {"fp8": [phantom.FAILURE, "r = 1"], "embedded": [phantom.FAILURE, CLEAN]}
@@ -41,6 +41,8 @@ def table(results: Mapping[tuple[str, str], Entries]) -> str:
     rows = []
     for (sampler, row), entries in results.items():
         found = {k: f"{early([entries], name)[0]:.3f}" for k, name in columns.items()}
+        with_advantage = curve([entries], "probe/beta_advantage")[0]
         first = {f"{k}, first": f"{entries[0][columns[k]]:.3f}" for k in (CHANGED, KEPT_BACK)}
+        found["beta with the advantage"] = spread(with_advantage, "{:+.3f}")
         rows.append({"sampler": sampler, "row": row} | found | first)
     return markdown(rows)

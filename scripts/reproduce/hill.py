@@ -6,12 +6,12 @@ from pathlib import Path
 
 from experiments.runs import markdown, spread, trained
 from reproduce import phantom, policies
+from reproduce.explanations import CLEAN
 from reproduce.policies import Rewards
 
 from jaxrl.training.evaluate import Evaluation, evaluate
 from jaxrl.training.rollouts.generate import RolloutSource
 
-CLEAN = "beta removed: ratio over the anchor, clipped"
 COMPARED = {"embedded": [CLEAN], "fp8": [CLEAN, phantom.FAILURE]}
 SAMPLES = 2  # completions of each prompt
 _SAVED = {"checkpoint.every": 5, "checkpoint.keep": 9}
