@@ -5,7 +5,7 @@
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
 use --parts sanity. Two parts run only if they are named: families, the sanity test for other
-models, and gaps, the deployment gap of every preset, which needs vLLM.
+models, and gaps, the deployment gap of every preset.
 """
 
 import tempfile
@@ -40,12 +40,7 @@ def main() -> None:
             for cell in sanity.CELLS:
                 sanity.run_cell(directory, cell, seed=seed)
     if "gaps" in arguments.parts:
-        seed = arguments.seeds[0]
-        found = {
-            sampler: gaps.compared(directory, sampler=sampler, seed=seed)
-            for sampler in ("embedded", "vllm")
-        }
-        print(gaps.table(found))
+        print(gaps.table(gaps.compared(directory, seed=arguments.seeds[0])))
     if "families" in arguments.parts:
         for seed in arguments.seeds:
             for case in families.CELLS:

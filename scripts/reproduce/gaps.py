@@ -2,12 +2,10 @@
 the sampler computes and as the learner does."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 from experiments.runs import Entries, markdown, trained
-from reproduce import grid, policies, sanity
+from reproduce import policies, sanity
 from reproduce.policies import Rewards
 
 from jaxrl.core import PRESETS
@@ -17,52 +15,42 @@ STEPS = 20
 Run = tuple[Entries, Rewards, Rewards]  # the metrics, the sampler's rewards, the learner's
 
 
-def compared(directory: Path, *, sampler: str, seed: int) -> dict[str, Run]:
+def compared(directory: Path, *, seed: int) -> dict[str, Run]:
     """Trains or reads a run for each preset, and measures its policies on held-out prompts."""
-    found, urls = dict[str, Run](), dict[np.dtype, str]()
-    with ExitStack() as servers:
-        for preset, precision in PRESETS.items():
-            run_dir = directory / f"gaps-{sampler}" / f"{preset}-{seed}"
-            keys = {
-                "seed": seed,
-                "run_dir": run_dir,
-                "model.path": directory / "base" / "model",
-                "data.path": directory / "perfectible.jsonl",
-                "data.eval_path": directory / "held_out.jsonl",
-                "eval.every": 0,
-                "train.steps": STEPS,
-                "precision": preset,
-            }
-            dtype = precision.sampler
-            if sampler == "vllm" and not (run_dir / "sampler.npz").exists():
-                if dtype not in urls:
-                    server = grid.server(directory / "base" / "model", dtype=dtype, logs=directory)
-                    urls[dtype] = servers.enter_context(server).wait().url
-                keys |= {"sampler.name": "vllm", "sampler.url": urls[dtype]}
-            entries = trained(sanity.CONFIG, keys)
-            both = policies.both(sanity.CONFIG, keys, measure=evaluate_greedily)
-            found[preset] = entries, *both
+    found = dict[str, Run]()
+    for preset in PRESETS:
+        keys = {
+            "seed": seed,
+            "run_dir": directory / "gaps" / f"{preset}-{seed}",
+            "model.path": directory / "base" / "model",
+            "data.path": directory / "perfectible.jsonl",
+            "data.eval_path": directory / "held_out.jsonl",
+            "eval.every": 0,
+            "train.steps": STEPS,
+            "precision": preset,
+        }
+        entries = trained(sanity.CONFIG, keys)
+        both = policies.both(sanity.CONFIG, keys, measure=evaluate_greedily)
+        found[preset] = entries, *both
     return found
 
 
-def table(results: Mapping[str, Mapping[str, Run]]) -> str:
-    """Formats a line for each sampler and preset, of the weights after the last step."""
+def table(runs: Mapping[str, Run]) -> str:
+    """Formats a line for each preset, of the weights after the last step."""
     rows = []
-    for name, runs in results.items():
-        for preset, (entries, sampler, learner) in runs.items():
-            last = [e for e in entries if "eval/deployment_gap" in e][-1]
-            gap, around = (last[f"eval/deployment_gap{end}"] for end in ("", "/interval"))
-            served, own = sampler[STEPS], learner[STEPS]
-            more, interval = policies.difference(own, served)
-            rows.append(
-                {
-                    "sampler": name,
-                    "precision": preset,
-                    "log-prob, learner - sampler": f"{gap:+.1e} ± {around:.0e}",
-                    "accuracy, sampler": f"{100 * served.mean():.1f}",
-                    "learner": f"{100 * own.mean():.1f}",
-                    "learner - sampler": f"{100 * more:+.1f} ± {100 * interval:.1f}",
-                    "prompts that differ": f"{int((own != served).any(axis=1).sum())}",
-                }
-            )
+    for preset, (entries, sampler, learner) in runs.items():
+        last = [e for e in entries if "eval/deployment_gap" in e][-1]
+        gap, around = (last[f"eval/deployment_gap{end}"] for end in ("", "/interval"))
+        served, own = sampler[STEPS], learner[STEPS]
+        more, interval = policies.difference(own, served)
+        rows.append(
+            {
+                "precision": preset,
+                "log-prob, learner - sampler": f"{gap:+.1e} ± {around:.0e}",
+                "accuracy, sampler": f"{100 * served.mean():.1f}",
+                "learner": f"{100 * own.mean():.1f}",
+                "learner - sampler": f"{100 * more:+.1f} ± {100 * interval:.1f}",
+                "prompts that differ": f"{int((own != served).any(axis=1).sum())}",
+            }
+        )
     return markdown(rows)

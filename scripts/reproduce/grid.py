@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import numpy as np
 from experiments import runs
 from experiments.runs import Entries, rollouts
 
-from jaxrl.builders.servers import StartingServer, starting_server
 from jaxrl.commands.compile_cache import use_compile_cache
-from jaxrl.config.sampler import ServerConfig
-from jaxrl.huggingface import Checkpoint
 from jaxrl.tracking.tracker import read_metrics
 
 SMOOTHED = 5  # rollouts
@@ -24,18 +20,6 @@ def set_up(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     os.chdir(runs.CONFIGS.parent)
     use_compile_cache()
-
-
-def server(model: Path, *, dtype: np.dtype, logs: Path) -> AbstractContextManager[StartingServer]:
-    """Starts a vLLM server for the block; its output goes to a file in `logs`."""
-    return starting_server(
-        ServerConfig(kv_cache_bytes=64 << 20),
-        Checkpoint(model),
-        dtype=dtype,
-        log=logs / f"vllm-{dtype.name}.log",
-        note=print,
-        max_model_len=64,
-    )
 
 
 def found(directory: Path, patterns: Mapping[Any, str]) -> dict[Any, list[Entries]]:

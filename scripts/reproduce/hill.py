@@ -4,7 +4,8 @@ computes and the one that the learner does, along runs whose ratio is clean, and
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.runs import markdown, spread, trained
+import numpy as np
+from experiments.runs import markdown, trained
 from reproduce import phantom, policies
 from reproduce.explanations import CLEAN
 from reproduce.policies import Rewards
@@ -39,13 +40,16 @@ def _measure(source: RolloutSource) -> Evaluation:
 
 
 def table(results: Mapping[Row, Sequence[tuple[Rewards, Rewards]]]) -> str:
-    """Formats a line for each policy of each row: mean lengths, over its seeds."""
+    """Formats mean lengths by rollout: of each policy of each row, over its seeds, and how much
+    longer the learner's are, with half the width of the 95 % interval."""
     rows = []
     for (sampler, row), runs in results.items():
-        for name, chosen in (("sampler's", 0), ("learner's", 1)):
-            lengths = {
-                str(step): spread([-run[chosen][step].mean() for run in runs], "{:.1f}")
-                for step in runs[0][chosen]
-            }
-            rows.append({"sampler": sampler, "row": row, "policy": name} | lengths)
+        lines = dict[str, dict[str, str]]({"sampler's": {}, "learner's": {}, "difference": {}})
+        for step in runs[0][0]:
+            served, own = (np.concatenate([-run[i][step] for run in runs]) for i in (0, 1))
+            more, interval = policies.difference(own, served)
+            lines["sampler's"][str(step)] = f"{served.mean():.1f}"
+            lines["learner's"][str(step)] = f"{own.mean():.1f}"
+            lines["difference"][str(step)] = f"{more:+.1f} ± {interval:.1f}"
+        rows += [{"sampler": sampler, "row": row, "policy": k} | v for k, v in lines.items()]
     return markdown(rows)

@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import jax
@@ -12,9 +12,12 @@ import make_arithmetic
 import numpy as np
 from experiments.runs import CONFIGS, config, finished, markdown, rollouts, spread, trained
 from reproduce import scoring
-from reproduce.grid import Entries, curve, early, found, server
+from reproduce.grid import Entries, curve, early, found
 
+from jaxrl.builders.servers import StartingServer, starting_server
+from jaxrl.config.sampler import ServerConfig
 from jaxrl.core import Precision, TokenBatch
+from jaxrl.huggingface import Checkpoint
 from jaxrl.losses import Ratio, Scores, on_policy, over_anchor, over_sampler, shadowed
 from jaxrl.training.run import open_run
 
@@ -113,11 +116,21 @@ def train_rows(directory: Path, *, sampler: str, seeds: Sequence[int]) -> None:
             if sampler == "vllm":
                 dtype = Precision.parse(ROWS[row].get("precision", "phantom")).sampler
                 if dtype not in urls:
-                    model = directory / "model-0"
-                    starting = servers.enter_context(server(model, dtype=dtype, logs=directory))
+                    starting = servers.enter_context(_server(directory, dtype))
                     urls[dtype] = starting.wait().url
                 more = {"sampler.name": "vllm", "sampler.url": urls[dtype]}
             run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
+
+
+def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[StartingServer]:
+    return starting_server(
+        ServerConfig(kv_cache_bytes=64 << 20),
+        Checkpoint(directory / "model-0"),
+        dtype=dtype,
+        log=directory / f"vllm-{dtype.name}.log",
+        note=print,
+        max_model_len=64,
+    )
 
 
 def found_rows(directory: Path, *, sampler: str) -> dict[str, list[Entries]]:

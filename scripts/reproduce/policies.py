@@ -28,13 +28,12 @@ def as_learner(precision: Precision) -> Precision:
 
 def both(file: Path, keys: Mapping[str, object], *, measure: Measure) -> tuple[Rewards, Rewards]:
     """Measures the initial model and the checkpoints of a finished run, once: as its sampler
-    computes, on its server if it has one, and as its learner does, with the embedded sampler."""
+    computes, and as its learner does. Both are embedded samplers."""
     run_dir = Path(str(keys["run_dir"]))
-    own = {key: value for key, value in keys.items() if not key.startswith("sampler.")}
-    own["precision"] = as_learner(config(file, keys).precision)
+    learner = {**keys, "precision": as_learner(config(file, keys).precision)}
     return (
         _measured(file, keys, name="sampler", run_dir=run_dir, measure=measure),
-        _measured(file, own, name="learner", run_dir=run_dir, measure=measure),
+        _measured(file, learner, name="learner", run_dir=run_dir, measure=measure),
     )
 
 
@@ -60,7 +59,7 @@ def _measured(
 
 
 def difference(learner: np.ndarray, sampler: np.ndarray) -> tuple[float, float]:
-    """Returns how much higher the learner's rewards are, both f64[N, S] on the same N prompts, and
+    """Returns how much higher the learner's values are, both f64[N, S] on the same N prompts, and
     half the width of the mean's 95 % interval."""
     sums = (learner - sampler).sum(axis=1)
     return mean_and_interval(sums, np.full(len(sums), learner.shape[1]))
