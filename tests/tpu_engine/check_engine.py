@@ -26,6 +26,7 @@ from jaxrl.sampling import (
     SamplerError,
     SamplingParams,
     StopTexts,
+    TpuEngine,
     Turn,
     VllmTpuSampler,
 )
@@ -39,6 +40,7 @@ from tests.tpu_engine.served import (
     QWEN2,
     QWEN3,
     Served,
+    aligned,
     far,
     reference,
     serve,
@@ -239,7 +241,27 @@ def test_other_families_are_refused_for_the_reason_that_holds() -> None:
     assert in_jax == {*rules.FAMILIES, *rules.NOT_SERVED}
 
 
-def test_a_two_step_run(tmp_path: Path) -> None:
+def test_a_simulated_device_does_not_see_a_refilled_buffer(served: Served) -> None:
+    from tpu_inference.utils import device_array
+
+    buffer = aligned(np.zeros(64, np.int32))
+    (array,) = device_array(served.engine._runner.mesh, (buffer,))
+    buffer[:] = 1
+    assert not np.asarray(array).any()
+
+
+def test_a_two_step_run(tmp_path: Path, monkeypatch) -> None:
+    build = TpuEngine.__init__
+
+    def build_aligned(self: TpuEngine, *arguments: Any, **keywords: Any) -> None:
+        build(self, *arguments, **keywords)
+        for holder, name in (
+            (self._runner, "positions_cpu"),
+            (self._runner.device_buffer, "buffer"),
+        ):
+            setattr(holder, name, aligned(getattr(holder, name)))
+
+    monkeypatch.setattr(TpuEngine, "__init__", build_aligned)
     tiny.write_checkpoint(tmp_path / "model", config=QWEN3)
     lines = [json.dumps({"prompt": p, "answer": p}) for p in ("abcd", "efgh", "ijkl", "mnop")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))

@@ -31,12 +31,10 @@ def install() -> None:
         SC_ALLREDUCE_ALLGATHER_OFFLOAD_MIN_BYTES="0",
     )
     import jax
+    import numpy as np
     from jax._src import tpu_info
 
     jax.config.update("jax_num_cpu_devices", _DEVICES)
-    # The engine refills a host buffer in each step, and a CPU device reads host buffers in place.
-    # With asynchronous dispatch a step would see the lengths of the next one.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     info: Any = tpu_info
     info.get_device_kind = lambda: "TPU v6 lite"  # Pallas asks which TPU it compiles for
     info.get_num_device_cores = lambda: 1
@@ -54,6 +52,16 @@ def install() -> None:
     # XLA's options for TPUs; replaced before other modules take the functions by name.
     compiler_options.get_step_fn_compiler_options = dict
     compiler_options.get_sampling_compiler_options = dict
+    put = utils.general_device_put
+
+    def put_copies(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Moves copies. The engine refills its host buffers in each step, and a CPU device reads
+        one that starts at a multiple of 64 bytes in place: a step that still waits, as for a
+        transfer between devices, would see the positions of the next step."""
+        copies = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tensor)
+        return put(copies, *arguments, **keywords)
+
+    utils.general_device_put = put_copies
 
     from tpu_inference.layers.common import attention_interface
 
