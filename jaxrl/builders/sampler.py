@@ -78,6 +78,8 @@ def open_sampler(
 
     Raises:
       ValueError, FileNotFoundError, ServerFailedError: as `starting_server`.
+      ValueError: for `sampler.name = "vllm_tpu"` in a run of several processes, or as
+        `open_tpu_engine`.
       RefusedError: if a server computes in another dtype than `precision` says, or one without
         jaxrl's engine has another base model.
     """
@@ -91,8 +93,9 @@ def open_sampler(
     if config.name == "vllm_tpu":
         if hosts.count > 1:
             raise ValueError(
-                f"sampler.name = 'vllm_tpu' needs a single process, and there are {hosts.count}; "
-                "set sampler.name = 'embedded'"
+                f"sampler.name = 'vllm_tpu' needs a single process, and there are {hosts.count}: "
+                "the engine steps the devices of one; set sampler.name = 'embedded', or 'vllm' "
+                "with servers on other hosts"
             )
         length = min(needs.longest_sequence, weights.model.config.max_positions)
         sampler, publish, facts = open_tpu_engine(

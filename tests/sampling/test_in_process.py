@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.weight_sync import WeightRoute
+from jaxrl.core.hosts import Hosts
+from jaxrl.core.precision import PRESETS
+from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.sampling.base import ClosedError, SamplingParams, Turn
 from jaxrl.sampling.vllm.in_process import VllmTpuSampler
 from jaxrl.sampling.vllm.router import SamplerError
 from jaxrl.sampling.vllm.tpu_engine import Ended, prepare_tpu_engine
+from tests import tiny
+from tests.run_config import run_config
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.7, top_k=5, stop=((1,), (8, 9)), seed=4)
 
@@ -135,3 +143,19 @@ def test_a_failed_check_changes_nothing_and_a_failed_write_breaks() -> None:
 def test_without_vllm_tpu_the_error_says_what_to_install() -> None:
     with pytest.raises(SamplerError, match=r"no vllm-tpu; scripts/install_vllm_tpu.sh"):
         prepare_tpu_engine()
+
+
+def test_a_run_of_several_processes_is_refused(tmp_path, monkeypatch) -> None:
+    config, hosts = run_config(tmp_path, sampler__name="vllm_tpu"), Hosts()
+    monkeypatch.setattr(hosts, "count", 2)
+    opening = open_sampler(
+        config.sampler,
+        WeightRoute(tiny.model(), {}, 0, PRESETS["fp32"], Checkpoint("m")),
+        layout=make_layout(config.mesh),
+        needs=SamplerNeeds(config.longest_sequence, max_batch=1),
+        directory=tmp_path,
+        note=print,
+        hosts=hosts,
+    )
+    with pytest.raises(ValueError, match=r"single process, and there are 2: .* set sampler\.name"):
+        opening.__enter__()
