@@ -60,6 +60,13 @@ class Layout:
         """Returns the number of parts that a logical axis of activations is cut into."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes(logical))
 
+    @property
+    def divided(self) -> tuple[str, MeshAxes] | None:
+        """A logical axis of activations inside products that is cut, with its mesh axes; None if
+        only rows and their tokens are (`rules.by_rows`)."""
+        inner = (k for k, _ in self.rules.activations if k not in ("batch", "routed", "length"))
+        return next(((k, self.axes(k)) for k in inner if self.axes(k)), None)
+
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Constrains the sharding of an activation inside a compiled function; free on one device.
 

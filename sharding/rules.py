@@ -66,6 +66,20 @@ def change(rules: Rules, *, parameters: Sequence[str], activations: Sequence[str
     )
 
 
+def by_rows(rules: Rules) -> Rules:
+    """Returns rules that divide no sum over devices: parameters lie as before, and each axis that
+    would cut a product cuts the rows of a batch instead. Weights are gathered for each product, so
+    that one device adds up a token's numbers in the order of a device that is alone. The tokens of
+    a row stay cut where they are."""
+    activations = dict(rules.activations)
+    batch, length = activations["batch"], activations["length"]
+    named = {axis for _, axes in (*rules.parameters, *rules.activations) for axis in axes}
+    rows = (*batch, *sorted(named - {*batch, *length}))
+    whole: _Table = dict.fromkeys(activations, ())
+    cut: _Table = {"batch": rows, "routed": rows, "length": length}
+    return Rules(parameters=rules.parameters, activations=_freeze({**whole, **cut}))
+
+
 def _changed(table: Mapping[str, MeshAxes], texts: Sequence[str]) -> dict[str, MeshAxes]:
     found: dict[str, MeshAxes] = {}
     for text in texts:

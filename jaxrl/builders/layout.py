@@ -72,7 +72,7 @@ def make_layout(
     except ValueError as error:
         given = [f"mesh.{axis} = {size}" for axis, size in mesh.sizes.items() if size > 1]
         raise ValueError(f"{', '.join(given) or '[mesh]'}: {error}") from error
-    return Layout(made, mesh.layout_rules)
+    return Layout(made, mesh.layout_rules("any" if precision is None else precision.sums))
 
 
 def own_layout(
@@ -91,16 +91,18 @@ def own_layout(
     first = shared.mesh.size + sum(before)
     found = jax.devices() if devices is None else devices
     mesh = make_mesh(**meshes[table].sizes, devices=found[first : first + meshes[table].devices])
-    return Layout(mesh, meshes[table].layout_rules)
+    return Layout(mesh, meshes[table].layout_rules(config.precision.sums))
 
 
-def sampler_layout(config: SamplerConfig, layout: Layout, model: Model) -> Layout:
+def sampler_layout(
+    config: SamplerConfig, layout: Layout, model: Model, *, sums: str = "any"
+) -> Layout:
     """Returns the layout of the embedded sampler: on the learner's devices, or on the last ones
     that jax finds.
 
     A mesh that cuts the dimension that products sum over would gather all weights for each token.
     Such a sampler has a mesh of its own over the learner's devices, in whose place heads, columns
-    and experts are cut.
+    and experts are cut. With fixed `sums` nothing is: each device decodes rows with whole weights.
 
     Raises:
       ValueError: if `sampler.tensor` x `sampler.expert` does not divide the devices.
@@ -112,9 +114,12 @@ def sampler_layout(config: SamplerConfig, layout: Layout, model: Model) -> Layou
         sizes = given
     else:
         mesh = layout.mesh
-        if not given and layout.sharding(("embed",)).is_fully_replicated:
+        if sums == "fixed":
+            sizes = given
+        elif not given and layout.sharding(("embed",)).is_fully_replicated:
             return layout
-        sizes = _parts(layout.mesh.shape, model) | given
+        else:
+            sizes = _parts(layout.mesh.shape, model) | given
     try:
         return Layout(remesh(mesh, **sizes), PRESETS["all"])
     except ValueError as error:

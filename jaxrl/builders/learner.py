@@ -36,7 +36,7 @@ from jaxrl.learner import (
     reporting_publish,
 )
 from jaxrl.losses import Need, Objective, Recipe
-from jaxrl.models import NOT_FIXED, DecoderConfig, Model, Params, check_form, lora
+from jaxrl.models import DecoderConfig, Model, Params, check_form, lora
 from jaxrl.sharding import Layout
 
 
@@ -245,14 +245,9 @@ def build_learner(
     """Builds the learner of a training run, not compiled, and its learning rate.
 
     Raises:
-      ValueError: for routing replay of a dense model, fixed sums of linear layers, or a form of
-        latent attention that the model lacks.
+      ValueError: for routing replay of a dense model, or a form of latent attention that the model
+        lacks.
     """
-    if config.precision.sums == "fixed" and model.config.linear is not None:
-        raise ValueError(
-            f"precision = {config.precision.text!r}: sums=fixed is not supported for "
-            f"{config.model.path} ({model.config.model_type}): {NOT_FIXED}; leave it out"
-        )
     check_form(config.precision, model.config)
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(

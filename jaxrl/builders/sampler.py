@@ -206,7 +206,8 @@ def _facts_of_servers(named: Sequence[VllmServer]) -> dict[str, str]:
 def _embedded(
     config: SamplerConfig, weights: WeightRoute, *, layout: Layout, needs: SamplerNeeds
 ) -> Serving:
-    own, several = sampler_layout(config, layout, weights.model), layout.mesh.size > 1
+    sums, several = weights.precision.sums, layout.mesh.size > 1
+    own = sampler_layout(config, layout, weights.model, sums=sums)
     merged = lora.merge(weights.params)
     placed = several or config.devices > 0
     sampler = EmbeddedSampler(

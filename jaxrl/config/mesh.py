@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pydantic import NonNegativeInt, PositiveInt
 
 from jaxrl.config.section import Section, Texts
-from jaxrl.sharding import AXES, PRESETS, Rules, change
+from jaxrl.sharding import AXES, PRESETS, Rules, by_rows, change
 
 
 class MeshConfig(Section):
@@ -38,26 +38,27 @@ class MeshConfig(Section):
         """Devices along each axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    @property
-    def batch_shards(self) -> int:
-        """Shards of the rows of a batch."""
-        return self._parts("batch")
+    def batch_shards(self, sums: str = "any") -> int:
+        """Returns the shards of the rows of a batch, for this order of sums (`precision.sums`)."""
+        return self._parts("batch", sums)
 
     @property
     def row_shards(self) -> int:
         """Shards of the tokens of a row."""
-        return self._parts("length")
+        return self._parts("length", "any")
 
-    def _parts(self, logical: str) -> int:
-        return math.prod(self.sizes[axis] for axis in dict(self.layout_rules.activations)[logical])
+    def _parts(self, logical: str, sums: str) -> int:
+        cut = dict(self.layout_rules(sums).activations)[logical]
+        return math.prod(self.sizes[axis] for axis in cut)
 
-    @property
-    def layout_rules(self) -> Rules:
-        """The rules of all axes, with the changes; an axis of size 1 is inactive."""
-        return change(PRESETS["all"], parameters=self.parameters, activations=self.activations)
+    def layout_rules(self, sums: str = "any") -> Rules:
+        """Returns the rules of all axes, with the changes; an axis of size 1 is inactive. With
+        fixed sums no device has a part of one."""
+        rules = change(PRESETS["all"], parameters=self.parameters, activations=self.activations)
+        return by_rows(rules) if sums == "fixed" else rules
 
     def _contradictions(self) -> Iterator[str]:
-        rules = self.layout_rules
+        rules = self.layout_rules()
         used = {axis for _, axes in (*rules.parameters, *rules.activations) for axis in axes}
         if unknown := sorted(used - set(AXES)):
             yield f"a rule names the mesh axis {unknown[0]!r}; expected {AXES}"

@@ -58,7 +58,7 @@ class SupervisedConfig(RunConfig):
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.row_length
-        return per_shard * self.mesh.batch_shards
+        return per_shard * self.mesh.batch_shards(self.precision.sums)
 
     def _contradictions(self) -> Iterator[str]:
         if self.train.microbatch_tokens < self.train.row_length:

@@ -74,7 +74,7 @@ class Config(RunConfig):
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.row_length
-        return per_shard * self.mesh.batch_shards
+        return per_shard * self.mesh.batch_shards(self.precision.sums)
 
     @property
     def own_meshes(self) -> dict[str, OwnMeshConfig]:
@@ -171,10 +171,10 @@ def _own_meshes(c: Config) -> Iterator[str]:
             "tokens only over the whole vocabulary; leave one of the two out"
         )
     for name, mesh in own.items():
-        if c.microbatch_rows % mesh.batch_shards:
+        if c.microbatch_rows % (shards := mesh.batch_shards(c.precision.sums)):
             yield (
                 f"{name} divides the {c.microbatch_rows} rows of a microbatch into "
-                f"{mesh.batch_shards} shards; change its sizes, or train.microbatch_tokens"
+                f"{shards} shards; change its sizes, or train.microbatch_tokens"
             )
 
 
@@ -186,11 +186,11 @@ def _fixed_sums(c: Config) -> Iterator[str]:
         yield f"{key} applies to sampler.name = 'embedded' only; leave it out"
     if (difference := disagreement(c.precision)) is not None:
         yield f"{key}, but {difference}"
-    for table, mesh in {"mesh": c.mesh, **c.own_meshes}.items():
-        if any(size > 1 for name, size in mesh.sizes.items() if name != "data"):
+    for name in ("tensor", "expert"):
+        if (size := getattr(c.sampler, name) or 1) > 1:
             yield (
-                f"{key}, but [{table}] divides the sums of one sequence over devices; use "
-                f"{table}.data alone"
+                f"{key}, but sampler.{name} = {size} divides sums over devices; leave it out: each "
+                "device then decodes its own rows with whole weights"
             )
 
 

@@ -129,8 +129,11 @@ class Precision:
         ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not {kind}; use one of {', '.join(known)}")
-        if self.latent != "expanded" and self.sums == "fixed":
-            raise ValueError(f"latent={self.latent} and sums=fixed; leave one of them out")
+        if self.latent == "sampler" and self.sums == "fixed":
+            raise ValueError(
+                "latent=sampler and sums=fixed: two forms of attention round differently; use "
+                "latent=absorbed, or leave one of them out"
+            )
         f32 = np.dtype(np.float32)
         if self.products != "exact" and f32 not in (self.compute, self.sampler):
             raise ValueError(

@@ -18,7 +18,7 @@ from .components import (
 )
 from .families import FAMILIES as FAMILIES, DecoderConfig as DecoderConfig
 from .latent import check_form as check_form
-from .linear_attention import NOT_FIXED as NOT_FIXED, NOT_SHARED as NOT_SHARED
+from .linear_attention import NOT_SHARED as NOT_SHARED
 from .logprobs import (
     Chunk as Chunk,
     Head as Head,

@@ -7,6 +7,7 @@ products: a state keeps its errors, and chunks and single tokens round in differ
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -88,7 +89,10 @@ def delta_rule(
     numbers = jnp.cumsum(starts, axis=1)  # padding has the number of the segment before it
     decay = jnp.where((real & ~starts)[..., None], gates.decay, 0)  # a first token has no state
     beta = jnp.where(real[..., None], gates.beta, 0)
-    run = jax.checkpoint(_chunks, static_argnums=(6,), prevent_cse=False)
+    if precision.sums == "fixed":
+        run = _by_token
+    else:
+        run = jax.checkpoint(_chunks, static_argnums=(6,), prevent_cse=False)
     out, states = run(*_heads(q, k, v, precision), decay, beta, numbers, _wide(precision))
     return out.astype(precision.activations), states
 
@@ -174,6 +178,46 @@ def _chunks(q, k, v, decay, beta, numbers, precision):
     return out, state
 
 
+def _by_token_forward(q, k, v, decay, beta, numbers, precision):
+    """Computes `_chunks` token by token, with the arithmetic of `delta_step`."""
+    batch, _, heads, width = v.shape
+    before = jnp.pad(numbers, ((0, 0), (1, 0)))[:, :-1]
+    factor = jnp.where((numbers == before)[..., None], jnp.exp(decay), 0)
+
+    def step(state, token):
+        q, k, v, factor, beta = token
+        out, state = _token(q, k, v, factor, beta, state, precision)
+        return state, out
+
+    # [T, B, H, 1, ...]
+    tokens = [jnp.moveaxis(x, 1, 0)[..., None, :] for x in (q, k, v)]
+    tokens += [jnp.moveaxis(x, 1, 0)[..., None, None] for x in (factor, beta)]
+    state = jnp.zeros((batch, heads, k.shape[-1], width), precision.accumulate)
+    state, out = lax.scan(step, state, tokens)
+    return (jnp.moveaxis(out[..., 0, :], 0, 1), state), (q, k, v, decay, beta, numbers)
+
+
+def _by_token_backward(precision, inputs, gradients):
+    *differentiable, numbers = inputs
+    run = functools.partial(_chunks, numbers=numbers, precision=precision)
+    return *jax.vjp(run, *differentiable)[1](gradients), None
+
+
+# A gradient needs no fixed order, and chunks keep few states for it.
+_by_token: Any = jax.custom_vjp(lambda *x: _by_token_forward(*x)[0], nondiff_argnums=(6,))
+_by_token.defvjp(_by_token_forward, _by_token_backward)
+
+
+def _token(q, k, v, factor, beta, state, precision):
+    """Computes one token [B, H, 1, ...] of each head from its state, whose factor is [B, H, 1, 1].
+    Returns the result and the new state."""
+    dot: Any = functools.partial(product, contract=(3, 2), batch=(0, 1), precision=precision)
+    state = state * factor
+    change = (v - dot(k, state)) * beta
+    state = state + k.swapaxes(2, 3) * change
+    return dot(q, state), state
+
+
 def _invert(lower: jax.Array, precision: Precision) -> jax.Array:
     """Inverts the identity plus a strictly lower triangular matrix [..., C, C], block by block.
     Powers of the matrix would take fewer products, but cancel where keys are alike."""
@@ -219,8 +263,5 @@ def delta_step(
     -> ([B, 1, H, dv] in `activations`, the new states)."""
     q, k, v = (x.swapaxes(1, 2) for x in _heads(q, k, v, precision))
     decay, beta = (x.swapaxes(1, 2)[..., None] for x in gates)
-    state = state * jnp.exp(decay)
-    settings: Any = {"contract": (3, 2), "batch": (0, 1), "precision": _wide(precision)}
-    change = (v - product(k, state, **settings)) * beta
-    state = state + k.swapaxes(2, 3) * change
-    return product(q, state, **settings).swapaxes(1, 2).astype(precision.activations), state
+    out, state = _token(q, k, v, jnp.exp(decay), beta, state, _wide(precision))
+    return out.swapaxes(1, 2).astype(precision.activations), state

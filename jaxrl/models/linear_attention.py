@@ -21,9 +21,6 @@ from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
 NOT_SHARED = "a linear layer's state belongs to one sequence"
 """Reason why completions cannot share a prompt."""
 
-NOT_FIXED = "its linear layers add chunks of tokens in another order than single tokens"
-"""Reason why the sampler's sums cannot equal the learner's bit for bit."""
-
 
 class LinearState(NamedTuple):
     """A linear layer's memory of the earlier tokens of each row."""

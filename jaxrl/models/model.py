@@ -28,7 +28,7 @@ from jaxrl.models.layers import (
     scan_layers,
     undivided,
 )
-from jaxrl.models.linear_attention import NOT_FIXED, NOT_SHARED, recur_rows
+from jaxrl.models.linear_attention import NOT_SHARED, recur_rows
 from jaxrl.models.logprobs import Head, Rows
 from jaxrl.models.lora import attach, axes_of, frozen, trainable
 from jaxrl.models.parameters import param_specs
@@ -192,6 +192,7 @@ class _Decoder(NamedTuple):
         positions, segments, seen_until = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
+        check_undivided(layout, precision)
         seen = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision)
         if layout is not None:
@@ -226,7 +227,10 @@ class _Decoder(NamedTuple):
                 static_argnums=(0,),
             )
 
-        x = context.enter(embed(params["embed"], tokens, precision=precision))
+        table = params["embed"]
+        if layout is not None and precision.sums == "fixed":  # a lookup in parts is a sum of parts
+            table = layout.gather(table, ("vocab", "embed"))
+        x = context.enter(embed(table, tokens, precision=precision))
         x = context.constrain(x, ("batch", "length", "embed"))
         x, kept = scan_layers(
             layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
@@ -250,8 +254,20 @@ def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) 
         raise ValueError(
             f"rows of shared prompts are not supported for {config.model_type}: {NOT_SHARED}"
         )
-    if precision.sums == "fixed" and config.linear is not None:
-        raise ValueError(f"sums=fixed is not supported for {config.model_type}: {NOT_FIXED}")
+
+
+def check_undivided(layout: Layout | None, precision: Precision) -> None:
+    """Checks that no device has a part of a sum whose order is fixed.
+
+    Raises:
+      ValueError: if the layout cuts what products sum over, or the results of a sum.
+    """
+    cut = None if layout is None or precision.sums == "any" else layout.divided
+    if cut is not None:
+        raise ValueError(
+            f"sums=fixed, but the layout divides {cut[0]!r} over the mesh's {' x '.join(cut[1])}; "
+            "build it with sharding.by_rows(rules)"
+        )
 
 
 def _replayed(recorded: jax.Array | None, group: Group, config: DecoderConfig) -> jax.Array | None:

@@ -158,7 +158,7 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({**ASLEEP, "lora__rank": 4, "lora__publish": "adapters"}, "base weights are lost asleep"),
         ({**ASLEEP, "probe__replay": True}, "the server scores while the learner trains"),
         ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
-        ({"precision": FIXED, "mesh__fsdp": 2}, "sums=fixed, but [mesh] divides"),
+        ({"precision": FIXED, "sampler__tensor": 2}, "sampler.tensor = 2 divides sums"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),
         (
@@ -318,9 +318,9 @@ def test_a_row_is_cut_into_equal_parts():
 
 def test_mesh_rules_can_be_changed():
     config = with_keys(mesh__fsdp=2, mesh__context=4, mesh__parameters=["embed=fsdp"])
-    assert dict(config.mesh.layout_rules.parameters)["embed"] == ("fsdp",)
-    assert (config.mesh.batch_shards, config.mesh.sizes["context"]) == (2, 4)
-    assert with_keys(mesh__expert=4, mesh__data=2).mesh.batch_shards == 8
+    assert dict(config.mesh.layout_rules().parameters)["embed"] == ("fsdp",)
+    assert (config.mesh.batch_shards(), config.mesh.sizes["context"]) == (2, 4)
+    assert with_keys(mesh__expert=4, mesh__data=2).mesh.batch_shards() == 8
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """Prompts are shared where everything in a run allows it, and the log says why not elsewhere."""
 
-from typing import Any
-
 import jax
 import pytest
 
 from jaxrl.builders import rows as builder
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import build_learner, max_rows
+from jaxrl.builders.learner import max_rows
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
 from jaxrl.config.training import Config
 from jaxrl.core.packing import ANYWHERE, SHARED, Alignment
-from jaxrl.models.model import decoder
 from tests import tiny
 from tests.commands.plan.configs import make_config
 
@@ -84,10 +81,3 @@ def test_dense_kernels_share_long_prompts_only(tmp_path, monkeypatch):
 def test_linear_layers_keep_prompts_apart(tmp_path):
     _, _, note = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
     assert note.endswith("its own prompt: a linear layer's state belongs to one sequence")
-
-
-def test_linear_layers_are_not_exact(tmp_path):
-    config = make_config(tmp_path, precision="fp32,sums=fixed", mesh__fsdp="1", mesh__tensor="1")
-    unused: Any = None
-    with pytest.raises(ValueError, match=r"sums=fixed is not .*\(qwen3_next\): its linear"):
-        build_learner(config, decoder(tiny.NEXT), objective=unused, layout=unused)

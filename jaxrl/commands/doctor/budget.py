@@ -24,7 +24,7 @@ def spend(config: DoctorConfig, *, bound: float, note: Callable[[str], None]) ->
     """
     changes: dict[str, object] = {"timed_steps": max(2, config.timed_steps)}
     if "precisions" not in config.model_fields_set:
-        size = config.mesh.batch_shards
+        size = config.mesh.batch_shards()
         texts = candidates(jax.default_backend(), devices=size)
         changes["precisions"] = tuple(texts)
     measured = examine(config.model_copy(update=changes), note=note)

@@ -150,7 +150,10 @@ def both_policies(config: DoctorConfig) -> tuple[dict[str, Precision], dict[str,
 def load_inputs(config: DoctorConfig) -> Inputs:
     """Loads the model and the prompts of a config."""
     prepare_devices(config.mesh, config.sampler)
-    layout = make_layout(config.mesh, apart={"sampler.devices": config.sampler.devices})
+    fixed = next((p for p in config.by_text.values() if p.sums == "fixed"), None)
+    layout = make_layout(
+        config.mesh, precision=fixed, apart={"sampler.devices": config.sampler.devices}
+    )
     checkpoint = Checkpoint(config.model.path)
     sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
@@ -197,7 +200,7 @@ def sample(
             as_rollout(c, inputs.prompts[c.prompt_index], group=c.prompt_index) for c in ordered
         ]
         longest = max(r.length for r in rollouts)
-        per_microbatch = max(1, config.microbatch_tokens // longest) * config.mesh.batch_shards
+        per_microbatch = max(1, config.microbatch_tokens // longest) * layout.count("batch")
         signs = [1.0, -1.0] * len(rollouts)  # only the timed step reads them
         shape = MinibatchShape(
             row_length=longest,

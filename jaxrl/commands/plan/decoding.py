@@ -43,8 +43,8 @@ def plan_decoding(step: PlannedStep, cache: KVCache) -> Decoding:
     Raises:
       jax.errors.JaxRuntimeError: if the compiler fails for a reason other than memory.
     """
-    layout = sampler_layout(step.config.sampler, step.layout, step.model)
     precision = sampler_precision(step.config.precision)
+    layout = sampler_layout(step.config.sampler, step.layout, step.model, sums=precision.sums)
     weights = read_weights(step.model.config, step.model.specs, rows=cache.rows)
     weights /= layout.mesh.shape["tensor"] * layout.mesh.shape["expert"]
     found = Decoding(

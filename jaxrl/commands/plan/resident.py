@@ -83,7 +83,9 @@ def resident_memory(step: PlannedStep) -> ResidentMemory:
     embedded = config.sampler.name == "embedded"
     shared = embedded and not config.sampler.devices
     base = step.model.specs
-    own = sampler_layout(config.sampler, layout, step.model) if shared else layout
+    own = layout
+    if shared:
+        own = sampler_layout(config.sampler, layout, step.model, sums=precision.sums)
     served = _weights(base, own, dtype=precision.sampler) if embedded else 0.0
     # Equal dtypes need one cast only, and equal layouts no transfer.
     sent = layout.mesh.size > 1 and own != layout

@@ -329,7 +329,8 @@ def _near_slots(
 
     keys = read(cache.keys, axis=4 if cache.for_cpu else 3)
     if cache.values is None:
-        return first, keys, keys.swapaxes(2, 3) if cache.for_cpu else keys
+        values = keys.swapaxes(2, 3) if cache.for_cpu else keys
+        return first, keys, pad_values(values, precision)
     return first, keys, read(cache.values, axis=3)
 
 

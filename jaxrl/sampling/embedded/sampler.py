@@ -80,8 +80,9 @@ class EmbeddedSampler(Sampler):
 
         Raises:
           ValueError: if `max_batch` is below 1, if experts are to be recorded of a dense model, if
-            the devices of `params` cannot compute products as `precision` says, or if it names a
-            form of latent attention for a model without any.
+            the devices of `params` cannot compute products as `precision` says, if it fixes the
+            order of sums and the layout divides weights, or if it names a form of latent attention
+            for a model without any.
         """
         if record_experts and model.config.experts is None:
             raise ValueError("record_experts=True needs a model with experts; this one is dense")
@@ -103,6 +104,8 @@ class EmbeddedSampler(Sampler):
             record_kept=record_kept,
         )
         self.records_kept = record_kept
+        if precision.sums == "fixed" and layout is not None:
+            _check_whole(layout, model)
         self._layout = layout
         self._apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._precision = precision  # an argument, so that samplers share the compiled program
@@ -167,4 +170,13 @@ class EmbeddedSampler(Sampler):
             completion
             for i in range(0, len(turns), self._max_batch)
             for completion in decode_batch_without_cache(turns[i : i + self._max_batch], request)
+        )
+
+
+def _check_whole(layout: Layout, model: Model) -> None:
+    """Checks that no device has a part of the weights, hence of a sum whose order is fixed."""
+    if not all(one.is_fully_replicated for one in jax.tree.leaves(layout.tree(model.specs))):
+        raise ValueError(
+            "sums=fixed, but the layout divides weights, hence the sums of a token, over devices; "
+            "use a mesh of data alone, such as sharding.remesh(mesh)"
         )
