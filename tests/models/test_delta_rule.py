@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from jaxrl.core.precision import PRESETS
+from jaxrl.core.precision import PRESETS, parse
 from jaxrl.models.delta_rule import (
     Gates,
     causal_convolution,
@@ -22,7 +22,8 @@ FP32 = PRESETS["fp32"]
 LENGTHS = ((70, 130), (3, 61, 64, 72))  # segments that end within chunks and with them
 WIDTH = 205  # of rows; the first one is padded in front, both behind
 KEYS, HEADS, SIZE, VALUES = 2, 4, 16, 12
-run = jax.jit(partial(delta_rule, precision=FP32))
+BY_TOKEN = parse("fp32,sums=fixed")
+run = jax.jit(delta_rule, static_argnames="precision")
 
 
 def inputs(seed=0, *, alike=0.0):
@@ -62,15 +63,16 @@ def of_torch(function, arrays, row, part):
     return function(q, k, v, decay, beta, **settings)
 
 
-def ours(arrays):
+def ours(arrays, precision=FP32):
     q, k, v, decay, beta = map(jnp.asarray, arrays)
-    return run(q, k, v, Gates(decay, beta), jnp.asarray(segments()))
+    return run(q, k, v, Gates(decay, beta), jnp.asarray(segments()), precision=precision)
 
 
+@pytest.mark.parametrize("precision", [FP32, BY_TOKEN], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("alike", [0.0, 1.0], ids=["random keys", "equal keys"])
-def test_packed_chunks_equal_transformers(alike):
+def test_packed_rows_equal_transformers(alike, precision):
     arrays = inputs(alike=alike)
-    out, states = map(np.asarray, ours(arrays))
+    out, states = map(np.asarray, ours(arrays, precision))
     tensors = list(map(torch.tensor, arrays))
     for row, part in parts():
         for function in (
@@ -93,15 +95,20 @@ def test_gradients_equal_those_of_transformers():
         (out[0] * torch.tensor(weights[row, part])).sum().backward()
     rows = segments()
 
-    def total(arrays):
+    @partial(jax.jit, static_argnames="precision")
+    @jax.grad
+    def gradient(arrays, precision=FP32):
         q, k, v, decay, beta = arrays
-        out, _ = delta_rule(q, k, v, Gates(decay, beta), jnp.asarray(rows), precision=FP32)
+        out, _ = delta_rule(q, k, v, Gates(decay, beta), jnp.asarray(rows), precision=precision)
         return jnp.sum(jnp.where(rows[..., None, None] > 0, out * weights, 0))
 
-    found = jax.jit(jax.grad(total))(tuple(map(jnp.asarray, arrays)))
-    for mine, tensor in zip(found, tensors, strict=True):
+    found, fixed = (
+        gradient(tuple(map(jnp.asarray, arrays)), precision=one) for one in (FP32, BY_TOKEN)
+    )
+    for mine, other, tensor in zip(found, fixed, tensors, strict=True):
         expected = np.asarray(tensor.grad)
         np.testing.assert_allclose(mine, expected, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(other, mine, atol=1e-6 * np.abs(expected).max())
 
 
 def test_single_tokens_equal_chunks():

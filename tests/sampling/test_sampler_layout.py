@@ -73,3 +73,4 @@ def test_a_mesh_without_cut_sums_is_the_samplers():
     whole = sampler_layout(SamplerConfig(tensor=1), layout, tiny.model())
     assert dict(whole.mesh.shape) == {**dict.fromkeys(whole.mesh.shape, 1), "data": 8}
     assert [*whole.mesh.devices.flat] == [*layout.mesh.devices.flat]
+    assert sampler_layout(SamplerConfig(), layout, tiny.model(), sums="fixed") == whole

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.rules import PRESETS, change, make_rules
+from jaxrl.sharding.rules import PRESETS, by_rows, change, make_rules
 
 MESHES = [
     {"data": 8},
@@ -95,6 +95,17 @@ def test_rules_are_changed_by_text():
             change(PRESETS["all"], parameters=wrong, activations=[])
     with pytest.raises(ValueError, match="'embd=fsdp': there is no logical axis 'embd'"):
         change(PRESETS["all"], parameters=["embd=fsdp"], activations=[])
+
+
+def test_rows_alone_are_cut_in_place_of_products():
+    rules = by_rows(PRESETS["all"])
+    assert rules.parameters == PRESETS["all"].parameters
+    cut = Layout(make_mesh(data=2, context=2, tensor=2), rules)
+    of_rows = PartitionSpec(("data", "tensor"), "context")
+    assert cut.batch(("batch", "length", "mlp")).spec == of_rows
+    assert cut.batch(("routed", "length", "vocab")).spec == of_rows
+    assert cut.divided is None
+    assert layout(data=2, tensor=4).divided == ("vocab", ("tensor",))
 
 
 def test_parameters_and_activations_have_their_own_rules():
