@@ -84,7 +84,8 @@ class Precision:
         "bf16x6", "bf16x3", "bf16", "tf32x3" and "tf32". Products of other operands are exact.
       sums: the order of additions. "fixed": the log-probs of a sequence do not depend on the rest
         of its batch, and the embedded sampler's are the learner's, bit for bit, if sequences are
-        packed with `sequence_alignment`. "any": XLA chooses, which is faster on CPU.
+        packed with `sequence_alignment`. On a mesh the rules are those of `sharding.by_rows`.
+        "any": XLA chooses, which is faster on CPU.
       latent: form of attention, see `models.latent`. "expanded", "absorbed" (the sampler's cache is
         narrow), or "sampler": "absorbed" in the sampler alone.
       loss_scale: the scale of the loss before the backward pass.

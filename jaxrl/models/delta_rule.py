@@ -2,8 +2,9 @@
 
 The state S [dk, dv] of a head becomes exp(g) S + k (beta (v - exp(g) S' k))' with each token, and
 the token's result is S' q. Training and prefill compute chunks of tokens by matrix products
-(arXiv:2406.06484), decoding one token per step. Everything is in `accumulate`, even the operands of
-products: a state keeps its errors, and chunks and single tokens round in different places.
+(arXiv:2406.06484), decoding one token per step. With fixed sums all of them take one token after
+the other, and chunks compute the gradient alone. Everything is in `accumulate`, even the operands
+of products: a state keeps its errors, and chunks and single tokens round in different places.
 """
 
 import dataclasses
