@@ -16,7 +16,7 @@ from .batch import (
     sequence_weights as sequence_weights,
     to_json as to_json,
 )
-from .buckets import count_bucket as count_bucket
+from .buckets import count_bucket as count_bucket, row_multiple as row_multiple
 from .casts import as_served as as_served, cast as cast, dtype_of as dtype_of
 from .compiled import jit as jit, jit_forward as jit_forward
 from .compiler_flags import flags_note as flags_note

@@ -1,5 +1,9 @@
 """Array sizes to compile programs for: few sizes, little padding."""
 
+import jax.numpy as jnp
+
+from jaxrl.core.precision import Precision
+
 
 def length_bucket(length: int, *, step: int) -> int:
     """Returns the smallest bucket that holds `length`.
@@ -18,3 +22,12 @@ def count_bucket(count: int, *, multiple: int = 1) -> int:
     while size < count:
         size *= 2
     return size
+
+
+def row_multiple(parts: int, *, precision: Precision) -> int:
+    """Returns the number of which a decoded batch's rows are a multiple if they have `parts` on
+    devices. With fixed sums a device has as many as a product of its own would be padded to
+    (`models.products`), where the rows of all devices count."""
+    if parts == 1 or precision.sums == "any":
+        return parts
+    return parts * (16 if precision.compute == jnp.bfloat16 else 2)

@@ -14,7 +14,7 @@ from jaxrl.builders.learner import holds_reference
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.builders.tpu_engine import engine_cache_tokens, engine_devices
 from jaxrl.commands.plan.step import PlannedStep
-from jaxrl.core import DType, cast, count_bucket
+from jaxrl.core import DType, cast, count_bucket, row_multiple, sampler_precision
 from jaxrl.models import Specs, lora, param_specs
 from jaxrl.sampling.embedded.batch_decoding import KEPT, cache_sizes, max_rows, shrunk_rows
 from jaxrl.sharding import Layout, placed
@@ -190,11 +190,12 @@ def _cache(step: PlannedStep, layout: Layout) -> KVCache:
     keys and values, not by token; states only by row."""
     config, sizes, shards = step.config, step.model.config, layout.count("batch")
     precision = config.precision
-    most = max_rows(config.sampling.max_batch, shards=shards)
+    multiple = row_multiple(shards, precision=sampler_precision(precision))
+    most = max_rows(config.sampling.max_batch, shards=multiple)
     rows, one_batch = most, False
     if config.data.eval_path is None:
         completions = config.train.train_batch * config.train.group_size
-        rows = min(count_bucket(completions, multiple=shards), most)
+        rows = min(count_bucket(completions, multiple=multiple), most)
         one_batch = completions <= rows
     # An environment's turns put new and almost finished sequences in one batch.
     single_turn = config.environment.name is None
@@ -230,7 +231,7 @@ def _cache(step: PlannedStep, layout: Layout) -> KVCache:
     grown = held_bytes((rows, before), (rows, slots))
     begun = held_bytes((rows, width), (rows, first))
     begun += sent_bytes(rows * width)
-    fewer = shrunk_rows(rows, shards=shards)
+    fewer = shrunk_rows(rows, shards=multiple)
     shrunk = held_bytes((rows, slots), (fewer, slots)) + sent_bytes(fewer * slots)
     size = held_bytes((rows, slots))
     moving = max(grown, begun, shrunk) - size

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxrl.core.buckets import row_multiple
 from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
@@ -37,11 +38,9 @@ class DecodeRequest(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of parts that a batch is divided into over the mesh."""
-        if self.layout is None:
-            return 1
-        devices = self.layout.mesh.size
-        return devices // self.layout.batch(("batch",)).shard_shape((devices,))[0]
+        """Number of which the rows of a batch are a multiple, see `buckets.row_multiple`."""
+        parts = 1 if self.layout is None else self.layout.count("batch")
+        return row_multiple(parts, precision=self.precision)
 
     @property
     def on_cpu(self) -> bool:
