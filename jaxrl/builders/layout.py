@@ -113,13 +113,14 @@ def sampler_layout(
         mesh = make_mesh(data=config.devices, devices=jax.devices()[-config.devices :])
         sizes = given
     else:
-        mesh = layout.mesh
-        if sums == "fixed":
-            sizes = given
-        elif not given and layout.sharding(("embed",)).is_fully_replicated:
-            return layout
+        mesh, fixed = layout.mesh, sums == "fixed"
+        if fixed:
+            whole = mesh.shape["data"] == mesh.size
         else:
-            sizes = _parts(layout.mesh.shape, model) | given
+            whole = layout.sharding(("embed",)).is_fully_replicated
+        if whole and not given:
+            return layout
+        sizes = given if fixed else _parts(mesh.shape, model) | given
     try:
         return Layout(remesh(mesh, **sizes), PRESETS["all"])
     except ValueError as error:

@@ -24,10 +24,18 @@ def count_bucket(count: int, *, multiple: int = 1) -> int:
     return size
 
 
-def row_multiple(parts: int, *, precision: Precision) -> int:
-    """Returns the number of which a decoded batch's rows are a multiple if they have `parts` on
-    devices. With fixed sums a device has as many as a product of its own would be padded to
-    (`models.products`), where the rows of all devices count."""
+def row_multiple(parts: int, *, precision: Precision | str) -> int:
+    """Returns the number of which the rows of a decoded batch are a multiple, for this many devices
+    with parts of it.
+
+    With fixed sums each device has as many rows as products on one device are padded to. A product
+    over several devices is padded by the rows of all, and each might be left with one.
+
+    Example:
+      >>> row_multiple(8, precision="bf16_master"), row_multiple(8, precision="fp32,sums=fixed")
+      (8, 16)
+    """
+    precision = Precision.of(precision)
     if parts == 1 or precision.sums == "any":
         return parts
     return parts * (16 if precision.compute == jnp.bfloat16 else 2)

@@ -192,7 +192,7 @@ class _Decoder(NamedTuple):
         positions, segments, seen_until = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
-        check_undivided(layout, precision)
+        _check_undivided(layout, precision)
         seen = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision)
         if layout is not None:
@@ -256,7 +256,7 @@ def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) 
         )
 
 
-def check_undivided(layout: Layout | None, precision: Precision) -> None:
+def _check_undivided(layout: Layout | None, precision: Precision) -> None:
     """Checks that no device has a part of a sum whose order is fixed.
 
     Raises:
