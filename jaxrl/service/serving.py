@@ -80,12 +80,15 @@ def open_service(
 def _samplers(
     base: Base, checkpoint: Checkpoint, max_batch: int, load: Callable[[str], Any]
 ) -> Samplers:
-    several = base.layout.mesh.size > 1
+    own = None
+    if base.layout.mesh.size > 1:
+        sums = base.precision.sums
+        own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
     return Samplers(
         base,
         tokenizer=checkpoint.tokenizer,
         end_ids=checkpoint.end_ids,
         load=load,
         max_batch=max_batch,
-        layout=sampler_layout(SamplerConfig(), base.layout, base.model) if several else None,
+        layout=own,
     )
