@@ -80,13 +80,10 @@ FAMILIES = {
     "llama": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
     "gemma3_text": GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 300.0},
-    "olmo2": {},
     "olmo3": {"sliding_window": 24, "layer_types": KINDS, "rope_theta": 5e5},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "ministral": {"sliding_window": 24, "layer_types": KINDS},
     "ministral3": {"rope_parameters": MINISTRAL3},
     "phi3": {},
     "gpt_oss": GPT_OSS,
@@ -169,7 +166,7 @@ BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 # What the other families add does not depend on the dtypes: one each.
 IN_ALL = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
-ANOTHER = {"qwen3_5_text": "fp32", "qwen3_5_moe_text": "fp16_master"}
+ANOTHER = {"qwen3_next": "fp32"}
 PAIRS = [(family, name) for family in IN_ALL for name in BOUNDS]
 PAIRS += [(f, ANOTHER.get(f, "bf16_master")) for f in FAMILIES if f not in IN_ALL]
 PAIRS += [("deepseek_v3", "bf16_master,latent=absorbed")]
