@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl.builders.learner import Learning
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, merge, to_floats
 from jaxrl.learner import State, applied_steps
@@ -31,6 +32,7 @@ from jaxrl.training.minibatches import (
     split_minibatches,
     with_coefficients,
 )
+from jaxrl.training.mirror import mirrored
 from jaxrl.training.probes import run_probes
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import save
@@ -59,6 +61,7 @@ class Result(NamedTuple):
     held_out: int = 0  # held-out completions of an evaluation
 
 
+@mirrored
 def train(config: Config, *, fork: str | None = None) -> Result:
     """Trains for `config.train.steps` steps, or until a signal or an alarm ends the run.
 
@@ -69,7 +72,7 @@ def train(config: Config, *, fork: str | None = None) -> Result:
     Raises:
       ResumeError, CheckpointError, ValueError: as `run.open_run` and `run_directory.lock`.
     """
-    with Interrupt() as interrupt, lock(Path(config.run_dir), Hosts()):
+    with Interrupt() as interrupt, lock(local_directory(config.run_dir), Hosts()):
         while True:
             result = _train(config, interrupt, fork=fork)
             rollback = result.verdict is not None and result.verdict.action == "rollback"
@@ -160,7 +163,8 @@ def _open_profile(run: Run, *, done: int) -> Profile:
     steps = run.config.train.profile_steps
     if (note := explain_no_trace(steps, done=done, total=run.config.train.steps)) is not None:
         run.tracker.note(note)
-    return Profile(Path(run.config.run_dir, "profile"), steps=steps if run.hosts.leads else None)
+    directory = local_directory(run.config.run_dir) / "profile"
+    return Profile(directory, steps=steps if run.hosts.leads else None)
 
 
 def learn(

@@ -99,6 +99,7 @@ WHOLE = {
     "test_judge.py",
     "test_launch.py",
     "test_lora_runs.py",
+    "test_mirror.py",
     "test_packaging.py",
     "test_pairs.py",
     "test_pass_rates.py",

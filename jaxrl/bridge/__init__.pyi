@@ -42,7 +42,9 @@ from .servers.routes import ControlError as ControlError, ServerRoutes as Server
 from .servers.stock import StockServer as StockServer
 from .shared_memory import SharedMemoryPublisher as SharedMemoryPublisher
 from .source import ParamsSource as ParamsSource
+from .store.bucket import Bucket as Bucket, Known as Known, ReplacedError as ReplacedError
 from .store.objects import (
+    MissingObjectError as MissingObjectError,
     Store as Store,
     StoreError as StoreError,
     available as available,

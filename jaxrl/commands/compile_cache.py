@@ -10,6 +10,8 @@ import platform
 import sys
 from pathlib import Path
 
+from jaxrl.core import cache_directory
+
 _DEVICES = "xla_force_host_platform_device_count"
 _LARGEST = 4 * 2**30  # bytes; beyond it JAX removes the least recently used programs
 
@@ -24,8 +26,7 @@ def use_compile_cache() -> None:
     simulated = _DEVICES in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or simulated:
         return
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = caches / "jaxrl" / "compiled" / processor()
+    directory = cache_directory() / "compiled" / processor()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:  # a missing or read-only home

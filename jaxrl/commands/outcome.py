@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts
@@ -38,8 +39,8 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
         text, status = f"ended by signal {signum} at step {result.step}; {again}", 128 + signum
     else:
         text, status = conclude(result)
-    if leads:
-        print(text)
+    if leads:  # of a run in a bucket, not where it is mirrored
+        print(text.replace(str(local_directory(config.run_dir)), config.run_dir))
     return status
 
 

@@ -3,12 +3,14 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl.bridge import directory_of
 from jaxrl.config import toml_file
+from jaxrl.config.bucket import is_bucket
 from jaxrl.config.section import Section, is_http_address
 from jaxrl.data import READERS
 from jaxrl.huggingface import hub
@@ -108,13 +110,44 @@ def fetch_models(config: C, *, files: Sequence[str] = hub.FILES) -> C:
         path = getattr(table, leaf, None)
         if path is None or is_http_address(path):  # a served teacher
             continue
+        if is_bucket(path):
+            config = _with(config, name, leaf, _copied(path, key=key, files=files))
+            continue
         try:
             directory = hub.local_directory(path, files=files)
         except ValueError as error:
             raise toml_file.ConfigError(f"{key} = {error}") from error
-        assert isinstance(table, Section)
-        config = config.model_copy(update={name: table.model_copy(update={leaf: directory})})
+        config = _with(config, name, leaf, directory)
     return config
+
+
+def _with(config: C, name: str, leaf: str, directory: str) -> C:
+    table = getattr(config, name)
+    return config.model_copy(update={name: table.model_copy(update={leaf: directory})})
+
+
+def _copied(address: str, *, key: str, files: Sequence[str]) -> str:
+    """Brings the model of a run in a bucket, RUN/model; returns its directory."""
+    from jaxrl.training.copies import copy_of  # takes seconds, so not for --help
+
+    run, _, folder = address.rstrip("/").rpartition("/")
+
+    def want(paths: Iterable[str]) -> list[str]:
+        inner = {path: path.removeprefix(f"{folder}/") for path in paths}
+        chosen = [p for p, i in inner.items() if p != i and any(fnmatch(i, f) for f in files)]
+        if not chosen:
+            raise toml_file.ConfigError(
+                f"{key} = {address!r}: the run {run} has no {folder}; a run writes its model when "
+                f"it ends, and `jaxrl export {run} DIR` writes that of a checkpoint"
+            )
+        return chosen
+
+    try:
+        return str(copy_of(run, kind=folder, want=want) / folder)
+    except toml_file.ConfigError:
+        raise
+    except ValueError as error:
+        raise toml_file.ConfigError(f"{key} = {address!r}: {error}") from error
 
 
 def _texts(config: Section) -> Iterator[tuple[str, str]]:
@@ -128,7 +161,7 @@ def _texts(config: Section) -> Iterator[tuple[str, str]]:
 def _is_missing(key: str, text: str) -> bool:
     """Tells if the key names a file or directory that does not exist."""
     if key in _MODELS:
-        local = not (is_http_address(text) or hub.is_name(text))
+        local = not (is_http_address(text) or is_bucket(text) or hub.is_name(text))
     elif key in _FUNCTIONS:
         text = _file_of(text)
         local = text != ""

@@ -1,15 +1,16 @@
 """Shows the reward, KL, gradient norm, tokens/s, time left and alarms of a run as it
-trains. It reads the run's directory, on the same machine or a shared file system. Ctrl-C stops this
-command, not the run.
+trains. It reads the run's directory, on the same machine, a shared file system or in a bucket.
+Ctrl-C stops this command, not the run.
 
   jaxrl watch runs/latest
   jaxrl watch runs/latest --once"""
 
 import argparse
+import functools
 import math
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxrl.commands.paths import config_of
 from jaxrl.commands.report import collect
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
 from jaxrl.tracking.tracker import parse_entry
+from jaxrl.training import copies
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks
@@ -35,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
     usage = "RUN [--every SECONDS] [--once]"
     made = options.plain_parser("watch", __doc__, usage=usage)
-    made.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    made.add_argument("run", metavar="RUN", help="the run's directory, or its address in a bucket")
     made.add_argument(
         "--every", type=float, default=2.0, help="seconds between updates (default: 2)"
     )
@@ -46,17 +48,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     given = parser().parse_args(argv)
-    console, metrics = Console(), Tail(given.run / "metrics.jsonl")
+    find = functools.partial(copies.copy_of, given.run, kind="watch", want=_watched)
+    console, run = Console(), find()
+    metrics = Tail(run / "metrics.jsonl")
     if given.once:
-        console.print(render(given.run, metrics))
+        console.print(render(run, metrics))
         return 0
     try:
-        with Live(render(given.run, metrics), console=console, auto_refresh=False) as live:
+        with Live(render(run, metrics), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(given.every)
-                live.update(render(given.run, metrics), refresh=True)
+                live.update(render(find(), metrics), refresh=True)
     except KeyboardInterrupt:
         return 0
+
+
+def _watched(paths: Iterable[str]) -> Iterable[str]:
+    return {"metrics.jsonl", "config.toml"} & set(paths)
 
 
 class Tail:

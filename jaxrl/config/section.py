@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from jaxrl.config.bucket import check_run_dir
 from jaxrl.core import Precision
 
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.
@@ -88,9 +90,10 @@ TemplateKwargs = Annotated[dict[str, Any], PlainValidator(_variables)]
 
 RunDir = Annotated[
     str,
+    AfterValidator(check_run_dir),
     Field(
-        description="Directory of checkpoints, metrics and the trained model (in `model`); a run "
-        "found there is resumed."
+        description="Directory of checkpoints, metrics and the trained model (in `model`), or "
+        "s3://BUCKET/PATH or gs://BUCKET/PATH; a run found there is resumed."
     ),
 ]
 Remat = Annotated[

@@ -21,6 +21,7 @@ from .casts import as_served as as_served, cast as cast, dtype_of as dtype_of
 from .compiled import jit as jit, jit_forward as jit_forward
 from .compiler_flags import flags_note as flags_note
 from .files import (
+    cache_directory as cache_directory,
     check_regular as check_regular,
     read_whole as read_whole,
     write_whole as write_whole,

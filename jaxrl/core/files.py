@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 
+def cache_directory() -> Path:
+    """Returns jaxrl's part of the user's cache, below `$XDG_CACHE_HOME` or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file atomically. Readers see the old content or the new one, even if the writer is
     killed or the machine stops."""

@@ -1,9 +1,9 @@
 """Actions of a run on its alarms: log, pause, roll back, stop."""
 
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxrl import models
+from jaxrl.config.bucket import local_directory
 from jaxrl.diagnostics import RULES, Alarm, check_alarms
 from jaxrl.learner import usual_learning_rates
 from jaxrl.tracking.tracker import read_metrics
@@ -27,7 +27,7 @@ class AlarmActions:
     def __init__(self, run: Run) -> None:
         """Reads the alarms that the run has raised so far."""
         self._run, self._config, self._tracker = run, run.config, run.tracker
-        self._directory = Path(run.config.run_dir)
+        self._directory = local_directory(run.config.run_dir)
         entries = read_metrics(self._directory / "metrics.jsonl")
         events = (e["event"] for e in entries if "event" in e)
         self._raised = {e["alarm"]: e["at"] for e in events if e["action"] != "rollback"}

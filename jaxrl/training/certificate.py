@@ -1,10 +1,9 @@
 """The check of a run against the certificate in its directory."""
 
-from pathlib import Path
-
 from jaxrl.builders.certificate import NAME, certified_facts
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.sampler import Serving
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.training import Config
 from jaxrl.core import read_whole
 from jaxrl.diagnostics import Certificate
@@ -24,7 +23,7 @@ def check_certificate(config: Config, serving: Serving, *, models: ModelFiles) -
       CertificateError: for a certificate that was not passed, was made of something else, or cannot
         be read; the message names the differences and the remedy.
     """
-    path = Path(config.run_dir, NAME)
+    path = local_directory(config.run_dir) / NAME
     text = read_whole(path)
     if text is None:
         return None

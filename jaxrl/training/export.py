@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl import huggingface
 from jaxrl.bridge import ParamsSource
 from jaxrl.builders.learner import Learning
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import DType, Hosts
@@ -29,7 +30,7 @@ def export(
     )
 
     def draw() -> None:
-        directory = Path(config.run_dir)
+        directory = local_directory(config.run_dir)
         draw_run(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
 
     hosts.on_leader(draw)
@@ -61,7 +62,7 @@ def write_model(
     Returns:
       The model's directory, on every process once it is complete.
     """
-    directory, dtype = Path(config.run_dir), model_dtype(config, source)
+    directory, dtype = local_directory(config.run_dir), model_dtype(config, source)
     tensors = ParamsSource(lora.merge(params), model.specs, dtype=dtype)
     adapters = fetch(params.adapters) if isinstance(params, lora.Adapted) else None
 

@@ -4,14 +4,17 @@ The checkpoint becomes the first one of the new run, so a later start resumes it
 Steps go on counting, and so do schedules and policy versions.
 """
 
+import functools
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl.config.bucket import is_bucket, local_directory
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.learner import Checkpoints, MisfitError, Restored
 from jaxrl.tracking.tracker import read_metrics
+from jaxrl.training.copies import copy_of, one_checkpoint
 from jaxrl.training.inputs import HELD_OUT, TRAINING, Inputs, read_inputs
 from jaxrl.training.progress import Progress
 from jaxrl.training.run_directory import (
@@ -36,12 +39,13 @@ class Fork(NamedTuple):
     step: int
     changed: dict[str, str]  # keys with other values here, with both in words
     inputs: Inputs  # of its run
+    name: str  # of its run, as it was given
     here: Inputs | None = None  # of this run, once they are read
 
     @property
     def origin(self) -> str:
         """The checkpoint as `starts.jsonl` and reports name it."""
-        return f"{self.run.resolve()}@{self.step}"
+        return f"{_origin(self.name)}@{self.step}"
 
     def has_other(self, name: str) -> bool:
         """Tells if data differs from that of the fork's run: by content, or by keys where the run
@@ -61,7 +65,7 @@ class Fork(NamedTuple):
         """
         directory = self.run / "checkpoints"
         shaping = [text for key, text in self.changed.items() if key.startswith(_STATE)]
-        words = f"--fork {self.run}@{self.step}: its state does not fit"
+        words = f"--fork {self.name}@{self.step}: its state does not fit"
         if critic is not None and not (directory / str(self.step) / "critic").is_dir():
             raise ResumeError(f"{words} a run with a critic: it has none ({'; '.join(shaping)})")
         with closing(Checkpoints.reading(directory)) as checkpoints:
@@ -83,7 +87,7 @@ class Fork(NamedTuple):
             other.append(f"other {TRAINING}, which begin at position 0")
         both = sorted(self.inputs.keys() & here.keys() - {TRAINING})
         other += [f"other {name}" for name in both if self.has_other(name)]
-        return f"forked from {self.run}@{self.step}: {'; '.join(other) or 'nothing is changed'}"
+        return f"forked from {self.name}@{self.step}: {'; '.join(other) or 'nothing is changed'}"
 
     def adapt(self, progress: Progress, *, batch: int) -> None:
         """Adapts the progress at the checkpoint to other keys and data: rollouts that were sampled
@@ -111,7 +115,7 @@ def find_fork(text: str | None, config: Config | SupervisedConfig) -> Fork | Non
       ResumeError: if there is no such checkpoint, or not one of this kind of run; or if the run
         directory holds a run that did not begin there.
     """
-    directory = Path(config.run_dir)
+    directory = local_directory(config.run_dir)
     starts = read_metrics(directory / "starts.jsonl")
     began = [start["forked_from"] for start in starts if "forked_from" in start]
     if text is None:
@@ -121,15 +125,17 @@ def find_fork(text: str | None, config: Config | SupervisedConfig) -> Fork | Non
                 f"--fork {began[0]}, or choose another run_dir"
             )
         return None
-    run, step = _parse(text)
+    name, step = _parse(text)
     if holds_checkpoints(directory):
         origin, _, at = began[0].rpartition("@") if began else ("", "", "")
-        if Path(origin) != run.resolve() or str(step or at) != at:
+        if origin != _origin(name) or str(step or at) != at:
             raise ResumeError(
                 f"run_dir = '{directory}' holds a run that did not begin as a fork of {text}; "
                 "choose another run_dir, or leave --fork out to resume it"
             )
         return None
+    chosen = "latest" if step is None else str(step)
+    run = copy_of(name, kind=f"fork-{chosen}", want=functools.partial(one_checkpoint, chosen))
     saved = run / "checkpoints"
     there = sorted(int(p.name) for p in saved.glob("*") if p.name.isdigit())
     if not there or step not in (None, *there):
@@ -140,13 +146,18 @@ def find_fork(text: str | None, config: Config | SupervisedConfig) -> Fork | Non
     step = there[-1] if step is None else step
     if step >= config.train.steps:
         raise ResumeError(
-            f"train.steps = {config.train.steps} counts from the beginning of {run}, and --fork "
+            f"train.steps = {config.train.steps} counts from the beginning of {name}, and --fork "
             f"starts after step {step}; raise it"
         )
     changed = changed_keys(read_config(run / "config.toml", type(config)), config)
-    return Fork(run, step, changed, read_inputs(run))
+    return Fork(run, step, changed, read_inputs(run), name)
 
 
-def _parse(text: str) -> tuple[Path, int | None]:
+def _parse(text: str) -> tuple[str, int | None]:
     run, at, step = text.rpartition("@")
-    return (Path(run), int(step)) if at and step.isdigit() else (Path(text), None)
+    return (run, int(step)) if at and step.isdigit() else (text, None)
+
+
+def _origin(name: str) -> str:
+    """Returns what a run keeps of the name of the run that it began from."""
+    return name.rstrip("/") if is_bucket(name) else str(Path(name).resolve())

@@ -1,8 +1,8 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.builders import environment
@@ -19,6 +19,7 @@ from jaxrl.builders.task import MODEL, TaskData, load_task
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.trial import try_task
 from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, disagreement, flags_note
@@ -73,7 +74,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
       ResumeError: for a run there with another config or inputs, or a fork that cannot be read.
       ValueError: for a config, a model or data that cannot be used; the message names the key.
     """
-    directory, hosts = Path(config.run_dir), Hosts()
+    directory, hosts = local_directory(config.run_dir), Hosts()
     repaired = hosts.on_leader(lambda: incomplete_logs(directory))
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
@@ -192,13 +193,13 @@ def _beginning(run: Run, progress: Progress, start: Fork | None) -> str | None:
 
 def _claim(config: Config, inputs: Inputs) -> None:
     """Writes a run's config and the digests of its inputs into its directory."""
-    check_config(Path(config.run_dir), config)
-    write_inputs(Path(config.run_dir), inputs)
+    check_config(local_directory(config.run_dir), config)
+    write_inputs(local_directory(config.run_dir), inputs)
 
 
 def _make_checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(
-        Path(config.run_dir, "checkpoints"),
+        local_directory(config.run_dir) / "checkpoints",
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
@@ -221,7 +222,7 @@ def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
 def _open_samples(source: RolloutSource, *, step: int) -> Samples:
     config, task = source.config, source.task
     return Samples(
-        Path(config.run_dir, "samples.jsonl"),
+        local_directory(config.run_dir) / "samples.jsonl",
         tokenizer=task.tokenizer,
         answer=lambda number: prompts_at(source, [number])[number].get("answer"),
         parts=list(task.weights),
@@ -234,7 +235,7 @@ def _open_judge(
 ) -> Judge | None:
     if source.config.judge.path is None:
         return None
-    directory = Path(source.config.run_dir)
+    directory = local_directory(source.config.run_dir)
     return Judge(source, directory, history=tracker.history, note=tracker.note, step=step)
 
 
@@ -248,7 +249,7 @@ def _open_tracker(
         layout=layout,
         origin=None if fork is None else fork.origin,
         services=lambda note: open_services(
-            config.tracking, Path(config.run_dir), resolved=flatten(config), note=note
+            config.tracking, local_directory(config.run_dir), resolved=flatten(config), note=note
         ),
     )
 
@@ -268,7 +269,7 @@ def _first_lines(run: Run) -> list[str]:
         learning.model,
         specs=learning.specs,
         devices=learning.check_attention(run.config),
-        lengths=[len(one.tokens) for one in task.prompts.examples],
+        lengths=array("q", (len(one.tokens) for one in task.prompts.examples)),
         held_out=len(task.held_out.examples) if task.held_out is not None else 0,
     )
 
@@ -286,7 +287,7 @@ def _details(run: Run) -> Iterator[str | None]:
 
 def _notes(config: Config, task: TaskData, *, teaches: bool, hosts: Hosts) -> Iterator[str]:
     """Yields warnings about a run, shown before its first step."""
-    for made in rollbacks.read(Path(config.run_dir)) if hosts.leads else ():
+    for made in rollbacks.read(local_directory(config.run_dir)) if hosts.leads else ():
         yield f"rolled back after step {made.at} to {made.to}, with {made.in_words}"
     if (advice := disagreement(config.precision)) is not None:
         yield f"learner and sampler compute differently: {advice}"

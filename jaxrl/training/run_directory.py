@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl.config import toml_file
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, check_regular, write_whole
@@ -209,7 +210,7 @@ def open_run_tracker(
     NullTracker on the others. `options` are further ones of `open_tracker`."""
     if not hosts.leads:
         return nullcontext(NullTracker())
-    directory = Path(config.run_dir)
+    directory = local_directory(config.run_dir)
     record_start(directory, step=step, devices=list(layout.mesh.devices.flat), origin=origin)
     return open_tracker(directory, start_step=step, total_steps=config.train.steps, **options)
 

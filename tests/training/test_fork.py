@@ -185,7 +185,7 @@ def test_rollouts_of_other_keys_are_dropped():
 
     def adapted(*changed):
         progress = Progress(pending=pending, counts=counts, **at)
-        Fork(Path("x"), 3, dict.fromkeys(changed, ""), {}).adapt(progress, batch=2)
+        Fork(Path("x"), 3, dict.fromkeys(changed, ""), {}, "x").adapt(progress, batch=2)
         return progress
 
     same = adapted("optimizer.learning_rate", "mesh.data")

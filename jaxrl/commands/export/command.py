@@ -5,6 +5,7 @@
   jaxrl export runs/latest adapters/mine --adapter"""
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jaxrl.config.training import Config
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
     made = options.plain_parser("export", __doc__)
-    made.add_argument("run_dir", type=Path, help="directory of the training run")
+    made.add_argument("run_dir", help="directory of the training run, or its address in a bucket")
     made.add_argument("directory", type=Path, help="where to write the model")
     made.add_argument("--step", default="latest", help="latest, best or a number (default: latest)")
     made.add_argument(
@@ -37,17 +38,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     arguments = parser().parse_args(argv)
-    config, directory = _load(config_of(arguments.run_dir)), arguments.directory
+    directory = arguments.directory
     if not arguments.overwrite and any(directory.glob("*.safetensors")):
         raise ValueError(f"{directory} holds a model; add --overwrite, or name another directory")
 
     from jaxrl.commands.export.checkpoint import export_checkpoint  # takes seconds, so after --help
+    from jaxrl.training.copies import copy_of, one_checkpoint
 
+    step = arguments.step
+    run = copy_of(
+        arguments.run_dir, kind=f"step-{step}", want=functools.partial(one_checkpoint, step)
+    )
+    config = _load(config_of(run))
     step = export_checkpoint(
         config,
-        run_dir=arguments.run_dir,
+        run_dir=run,
         directory=directory,
-        step=arguments.step,
+        step=step,
         dtype=arguments.dtype,
         only_adapters=arguments.adapter,
     )

@@ -9,17 +9,22 @@ works while a run is training; with --follow the page renews itself.
 import argparse
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from http.server import ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jaxrl.bridge import StoreError
 from jaxrl.commands import options
 from jaxrl.commands.paths import config_of
 from jaxrl.commands.report.charts import charts_of
 from jaxrl.commands.report.collect import collect
 from jaxrl.commands.report.serve import ADDRESS, make_server
+from jaxrl.config.bucket import is_bucket
+from jaxrl.training.copies import copy_of
 
 # uPlot (MIT licence, github.com/leeoniya/uPlot) draws the charts. Every page contains its released
 # file: 51 KB, and nothing to install.
@@ -38,10 +43,15 @@ _SCRIPTS = (
 )
 
 
+_RENEWED = 5.0  # seconds between two looks into a bucket
+
+
 def parser() -> argparse.ArgumentParser:
     """Builds the command's parser."""
     made = options.plain_parser("report", __doc__, usage="RUN [RUN ...] [--out FILE | --follow]")
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
+    made.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run's directory, or its address in a bucket"
+    )
     made.add_argument(
         "--out", type=Path, help="file to write (default: report.html in the first RUN)"
     )
@@ -64,15 +74,30 @@ def main(argv: Sequence[str]) -> int:
         made.error("--follow writes no file: leave out --out, or --follow")
     if given.port is not None and not given.follow:
         made.error("--port is the port of the page that --follow serves: add --follow")
+    runs = _find(given.runs)
     if given.follow:
-        return _follow(given.runs, port=given.port)
-    out = given.out or given.runs[0] / "report.html"
-    found = _collected(given.runs)
+        if any(map(is_bucket, given.runs)):
+            threading.Thread(target=_keep_finding, args=(given.runs,), daemon=True).start()
+        return _follow(runs, port=given.port)
+    out = given.out or runs[0] / "report.html"
+    found = _collected(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(found), encoding="utf-8")
     raised = sum(len(run["alarms"]) for run in found)
     print(f"{out}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {raised} alarms")
     return 0
+
+
+def _find(runs: Sequence[str]) -> list[Path]:
+    return [copy_of(run, kind="report") for run in runs]
+
+
+def _keep_finding(runs: Sequence[str]) -> None:
+    """Renews the copies of runs in a bucket; a bucket that does not answer is asked again."""
+    while True:
+        time.sleep(_RENEWED)
+        with contextlib.suppress(StoreError):
+            _find(runs)
 
 
 def _collected(runs: Sequence[Path]) -> list[dict[str, Any]]:

@@ -16,10 +16,12 @@ from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, loss_arguments, objective, preference
 from jaxrl.losses.preference import PairLoss
 from jaxrl.models import Params, lora
+from jaxrl.training.mirror import mirrored
 from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
+@mirrored
 def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     """Trains a policy on pairs; raises as `fit`, and ValueError for a bad loss, data or model."""
     start = check_resumable(config, fork=fork)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxrl.builders.model import attention_note
 from jaxrl.builders.optimizer import state_shardings
 from jaxrl.builders.supervised import Setup
+from jaxrl.config.bucket import local_directory
 from jaxrl.config.data import HeldOutConfig
 from jaxrl.config.preference import DPOConfig
 from jaxrl.config.supervised import SupervisedConfig
@@ -109,7 +110,7 @@ def check_resumable(config: SupervisedConfig, *, fork: str | None) -> Fork | Non
     """Raises ResumeError on every process if the run directory holds a run with another config;
     returns and raises as `find_fork`."""
     hosts = Hosts()
-    hosts.on_leader(lambda: compare_config(Path(config.run_dir), config))
+    hosts.on_leader(lambda: compare_config(local_directory(config.run_dir), config))
     return hosts.on_leader(lambda: find_fork(fork, config))
 
 
@@ -125,7 +126,7 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
       CheckpointError: if a checkpoint cannot be written or read.
       ValueError: if the kernel of `train.attention` cannot be used; the message gives the reason.
     """
-    directory, setup, hosts = Path(config.run_dir), task.setup, task.setup.hosts
+    directory, setup, hosts = local_directory(config.run_dir), task.setup, task.setup.hosts
     with lock(directory, hosts), hosts.reporting():
         attention = attention_note(config, setup.model, layout=setup.layout)
         inputs = hosts.on_leader(lambda: compare_inputs(directory, _inputs(config, task)))

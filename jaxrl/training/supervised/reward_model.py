@@ -7,10 +7,12 @@ from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_ranker, make_scores
 from jaxrl.losses.preference import ranked
 from jaxrl.models import Params
+from jaxrl.training.mirror import mirrored
 from jaxrl.training.supervised.fit import FitResult, check_resumable
 from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 
 
+@mirrored
 def train_reward_model(config: RewardModelConfig, *, fork: str | None = None) -> FitResult:
     """Trains a reward model on pairs; raises as `fit`, and ValueError for bad data or model.
 

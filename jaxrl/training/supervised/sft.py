@@ -26,6 +26,7 @@ from jaxrl.data import (
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import cross_entropy, dft, objective, token_mean
+from jaxrl.training.mirror import mirrored
 from jaxrl.training.supervised.fit import (
     FitResult,
     Task,
@@ -44,6 +45,7 @@ class Texts(NamedTuple):
     too_long: int  # number of texts that were dropped
 
 
+@mirrored
 def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
     """Trains a model on texts; raises as `fit`, and ValueError for bad data or model."""
     start = check_resumable(config, fork=fork)
