@@ -1,7 +1,8 @@
 """Loads the task of a run: its prompts and rewards."""
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl.builders.prompts import load_prompts
@@ -41,7 +42,7 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
     if "test" in splits and (path := config.data.eval_path) is not None:
         held_out = load(rows=read_rows(path, split="test"), limit=config.data.eval_limit)
     if config.environment.name is None:
-        examples = [*prompts.examples, *(held_out.examples if held_out else ())]
+        examples = itertools.chain(prompts.examples, held_out.examples if held_out else ())
         _check_lengths(config, examples, policy=policy)
     rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
     weights = {reward.name: reward.weight for reward in rewards}
@@ -55,7 +56,7 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
     return TaskData(tokenizer, tools, prompts, held_out, rewards, weights, judge)
 
 
-def _check_lengths(config: Config, examples: Sequence[Example], *, policy: Checkpoint) -> None:
+def _check_lengths(config: Config, examples: Iterable[Example], *, policy: Checkpoint) -> None:
     """Refuses prompts whose completions the model cannot hold, before anything is compiled."""
     longest = max((len(example.tokens) for example in examples), default=0)
     positions = policy.config.max_positions

@@ -30,6 +30,7 @@ from .rows import (
     read_rows as read_rows,
     read_text as read_text,
 )
+from .spool import Spool as Spool
 from .templates import (
     Renderer as Renderer,
     Rendering as Rendering,

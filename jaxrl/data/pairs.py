@@ -10,6 +10,7 @@ from jaxrl.data.ends import completion_encoder
 from jaxrl.data.messages import Message, RawPrompt, read_prompt, read_tools
 from jaxrl.data.prompts import most_characters, prompt_encoder
 from jaxrl.data.rows import Row, read_column
+from jaxrl.data.spool import Spool
 from jaxrl.data.templates import Renderer, Rendering, make_renderer
 from jaxrl.data.tokenizer import Tokenizer
 
@@ -63,7 +64,7 @@ def read_pairs(
     finish = completion_encoder(tokenizer, rendering)
     render = make_renderer(tokenizer, rendering)
     longest = most_characters(tokenizer, max_tokens)
-    pairs: list[Pair] = []
+    pairs = Spool[Pair]()
     too_long, where = 0, "the data"
     for where, record in rows:
         texts = _texts(record, columns, render=render, where=where)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.data.messages import read_prompt, read_tools
 from jaxrl.data.rows import Row, read_column
+from jaxrl.data.spool import Spool
 from jaxrl.data.templates import Rendering, make_renderer, uses_template
 from jaxrl.data.tokenizer import Tokenizer
 
@@ -64,7 +65,7 @@ def load_prompts(
     """
     render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
     encode = prompt_encoder(tokenizer, rendering)
-    examples: list[Example] = []
+    examples = Spool[Example]()
     too_long, where = 0, "the data"
     for where, record in rows:
         if limit is not None and len(examples) == limit:

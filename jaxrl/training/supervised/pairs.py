@@ -1,6 +1,7 @@
 """Runs on preference pairs: loads, packs and measures them."""
 
 import functools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ def fit_pairs(
         measure=measured,
         held_out=held_out,
         eval_every=config.eval.interval(config.train.steps) if data.held_out.pairs else 0,
-        lengths=[one.length for one in data.training.pairs],
+        lengths=array("q", (one.length for one in data.training.pairs)),
         details=[
             *look_notes(setup.checkpoint.tokenizer, [p.chosen for p in data.training.pairs[:1]]),
             *end_notes(setup, rendering(config.data)),

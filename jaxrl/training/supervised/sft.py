@@ -1,5 +1,6 @@
 """Supervised fine-tuning: cross-entropy, or another loss, over completion tokens, packed."""
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from jaxrl.data import (
     RawPrompt,
     Rendering,
     Row,
+    Spool,
     Tokenizer,
     completion_encoder,
     make_renderer,
@@ -74,7 +76,7 @@ def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
         rows=texts.sequences,
         pack=pack,
         fork=start,
-        lengths=[one.length for one in texts.sequences],
+        lengths=array("q", (one.length for one in texts.sequences)),
         notes=too_long_note("data.path", texts.too_long, config=config),
         details=[
             *look_notes(checkpoint.tokenizer, texts.sequences),
@@ -110,7 +112,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         prompt, answer = _parted(before, given, where=f"{where}: {config.completion_key!r}")
         return list(render.turns(prompt, answer, where, tools=tools))
 
-    short, too_long = list[Rollout](), 0
+    short, too_long = Spool[Rollout](), 0
     pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))
     for one_row, texts in pieces:
         if sum(map(len, texts)) > longest:

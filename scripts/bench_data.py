@@ -1,0 +1,70 @@
+"""Measures how a run starts on a large file: the seconds until every row is read, checked and
+tokenised, and the memory that the rows then take. Prints one JSON line.
+
+python scripts/bench_data.py --model DIR --gigabytes 1
+"""
+
+import argparse
+import json
+import random
+import resource
+import string
+import tempfile
+import time
+from pathlib import Path
+
+from jaxrl.data import Rendering, load_prompts, read_rows
+from jaxrl.huggingface import Checkpoint
+
+PROMPT, SOLUTION = 200, 1800  # characters; a reward reads the solution
+
+
+def write_rows(path: Path, size: int) -> int:
+    """Writes rows of about 2 KB until a file has `size` bytes; returns their number."""
+    rng, count = random.Random(0), 0
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8))) for _ in range(5000)]
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < size:
+            for _ in range(1000):
+                text = " ".join(rng.choices(words, k=400))
+                row = {"prompt": text[:PROMPT], "answer": "42", "solution": text[:SOLUTION]}
+                file.write(json.dumps(row) + "\n")
+            count += 1000
+    return count
+
+
+def resident() -> int:
+    """Returns the resident memory of this process in bytes."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="directory with a tokenizer")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    args = parser.parse_args()
+    tokenizer = Checkpoint(args.model).tokenizer
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, "prompts.jsonl")
+        count = write_rows(path, int(args.gigabytes * 1e9))
+        before, start = resident(), time.perf_counter()
+        prompts = load_prompts(
+            read_rows(str(path)),
+            tokenizer,
+            prompt_key="prompt",
+            answer_key="answer",
+            rendering=Rendering(),
+            max_tokens=1000,
+        ).examples
+        seconds, taken = time.perf_counter() - start, resident() - before
+        start = time.perf_counter()
+        for index in random.Random(1).choices(range(count), k=10_000):
+            assert len(prompts[index].tokens)
+        each = (time.perf_counter() - start) / 10_000
+    row = {"rows": len(prompts), "seconds": round(seconds, 1), "memory_mb": round(taken / 1e6)}
+    print(json.dumps(row | {"microseconds_per_access": round(each * 1e6, 1)}))
+
+
+if __name__ == "__main__":
+    main()
