@@ -64,7 +64,7 @@ def copy_of(run: str, *, kind: str, want: Want = logs) -> Path:
             except StoreError as error:
                 raise StoreError(
                     f"{url} cannot be read: {error}. The environment must hold credentials of the "
-                    'bucket ("Runs in a bucket" in docs/operating.md)'
+                    "bucket (docs/buckets.md)"
                 ) from error
     raise AssertionError("no try")
 

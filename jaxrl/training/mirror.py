@@ -237,8 +237,7 @@ def _is_state(path: str) -> bool:
 def _unusable(url: str, error: StoreError) -> str:
     return (
         f"run_dir = {url!r} cannot be used: {error}. The bucket must exist, and the environment "
-        'must hold credentials that may read, write, list and delete there ("Runs in a bucket" in '
-        "docs/operating.md)"
+        "must hold credentials that may read, write, list and delete there (docs/buckets.md)"
     )
 
 
