@@ -20,16 +20,21 @@ def check_run_dir(text: str) -> str:
     if "://" not in text:
         return text
     parts = urllib.parse.urlsplit(text)
-    whole = parts.netloc and parts.path.strip("/") and not (parts.query or parts.fragment)
-    if not is_bucket(text) or not whole or "@" in parts.netloc:
-        raise ValueError("expected a directory, s3://BUCKET/PATH or gs://BUCKET/PATH")
+    folders = parts.path.strip("/").split("/")
+    plain = all(name and not name.startswith(".") for name in (parts.netloc, *folders))
+    if not (is_bucket(text) and plain) or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(
+            "expected a directory, s3://BUCKET/PATH or gs://BUCKET/PATH, without names that begin "
+            "with a dot"
+        )
     return text.rstrip("/")
 
 
 def local_directory(run_dir: str, *, kind: str = "runs") -> Path:
     """Returns the directory that a run writes to: `run_dir` itself, or the mirror of its bucket in
-    the folder `kind` of the user's cache."""
+    the folder `kind` of the user's cache. Raises as `check_run_dir`."""
     if not is_bucket(run_dir):
         return Path(run_dir)
-    name = hashlib.sha256(run_dir.encode()).hexdigest()[:12]
-    return cache_directory() / kind / name / run_dir.rpartition("/")[2]
+    address = check_run_dir(run_dir)
+    name = hashlib.sha256(address.encode()).hexdigest()[:12]
+    return cache_directory() / kind / name / address.rpartition("/")[2]

@@ -56,6 +56,7 @@ def _advice(config: Config) -> str:
     if config.sampler.url:
         sampler = f" --server {config.sampler.url[0]}"
     return (
-        f"certify again (jaxrl doctor {config.model.path} --certify --out {config.run_dir} "
+        f"certify again (jaxrl doctor {config.model.path} --certify --out "
+        f"{local_directory(config.run_dir)} "
         f"--precisions {config.precision.text}{sampler}), or delete the file to train without"
     )

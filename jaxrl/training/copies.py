@@ -47,8 +47,8 @@ def copy_of(run: str, *, kind: str, want: Want = logs) -> Path:
     """
     if not is_bucket(run):
         return Path(run)
-    url = run.rstrip("/")
-    bucket, directory = Bucket(url), local_directory(url, kind=f"copies/{kind}")
+    url, directory = run.rstrip("/"), local_directory(run, kind=f"copies/{kind}")
+    bucket = Bucket(url)
     with ThreadPoolExecutor(_THREADS) as pool:
         for left in reversed(range(_TRIES)):
             try:

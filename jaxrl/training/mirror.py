@@ -105,7 +105,7 @@ class _Mirror:
             raise StoreError(_unusable(url, error)) from error
         self._sent = dict(self._lease.manifest.files)  # by path, also what no list names yet
         self._objects = {entry.object for entry in self._sent.values()}
-        if last is None or self._lease.before != last:
+        if last is None or self._lease.before != last or not directory.exists():
             partly.touch()
         session.write_text(self._lease.manifest.session, encoding="utf-8")
         if partly.exists():
@@ -188,7 +188,9 @@ class _Mirror:
 
     def _upload(self, *, ended: bool = False) -> None:
         """Uploads what has changed, then the list of files; deletes what the list no longer has."""
-        start, now = time.monotonic(), steps(self._directory)
+        start, now, config = time.monotonic(), steps(self._directory), "config.toml"
+        if config in self._lease.manifest.files and not (self._directory / config).exists():
+            raise BusyError(f"{self._directory} has lost its files; the bucket keeps its own")
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir()
         files, others = take(self._directory, self._staging, sent=self._sent, ended=ended)

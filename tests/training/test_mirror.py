@@ -234,7 +234,7 @@ def test_errors_name_the_address(bucket: FakeBucket, material: Path) -> None:
     bucket.objects["some/run/run.json"] = (1, b"{}")
     with pytest.raises(ValueError, match=r"run.json is not the list of a run's files: Field req"):
         run(material, URL)
-    for wrong in ("s3://a-bucket", "http://host/run", "s3://a@b/run"):
+    for wrong in ("s3://a-bucket", "http://host/run", "s3://a@b/run", "s3://a/b/.."):
         with pytest.raises(ValueError, match=r"run_dir.*expected a directory, s3://BUCKET/PATH"):
             run(material, wrong)
 
