@@ -29,8 +29,9 @@ from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.minibatches import (
     compute_advantages,
     prepare_minibatch,
-    split_minibatches,
+    split_sequences,
     with_coefficients,
+    with_room,
 )
 from jaxrl.training.mirror import mirrored
 from jaxrl.training.probes import run_probes
@@ -173,8 +174,10 @@ def learn(
     """Rewards -> advantages -> minibatches -> one optimizer step on each."""
     updates, seconds = run.config.train.updates_per_rollout, Numbers()
     with clock(seconds, "time/score"):
-        parts = split_minibatches(len(rollouts), updates=updates)
-        targets, numbers = compute_advantages(run, state, rollouts=rollouts, parts=parts)
+        sequences = split_sequences(rollouts, updates=updates)
+        rollouts, parts, _ = sequences
+        run = run._replace(learning=with_room(run.learning, sequences))
+        targets, numbers = compute_advantages(run, state, sequences)
         minibatches = [
             prepare_minibatch(
                 run.learning,

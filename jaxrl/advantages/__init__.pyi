@@ -33,6 +33,7 @@ from .outcomes import (
     by_component as by_component,
     estimate as estimate,
     is_marked as is_marked,
+    per_episode as per_episode,
     within_group as within_group,
 )
 from .penalties import overlong_penalty as overlong_penalty

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +47,8 @@ class Outcomes:
       greedy: () -> f64[N], the reward of each prompt's greedy completion, sampled on demand.
       energies: () -> for each completion f[C], the squared norm of the gradient of each token's
         log-prob by the logits, computed on demand (`Learner.energies`).
+      episodes: i[N] = 0, 0, 1, ..., the episode of each completion, where an episode has several
+        sequences. Its reward is then their sum. None if each completion is an episode.
 
     Example:
       >>> masks = [np.array([True, True, False, True])]
@@ -66,6 +68,7 @@ class Outcomes:
     turns: Sequence[Sequence[tuple[int, int, float]]] | None = None
     greedy: Callable[[], np.ndarray] = _no_greedy
     energies: Callable[[], Sequence[np.ndarray]] = _no_energies
+    episodes: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -151,9 +154,73 @@ def is_marked(estimator: AdvantageEstimator, mark: Callable[[Any], Any]) -> bool
     return getattr(estimator, mark.__name__, False)
 
 
+def per_episode(function: Callable[[Outcomes], Advantages], outcomes: Outcomes) -> Advantages:
+    """Applies a function to whole episodes: the sequences of one are joined in their order, and the
+    result is divided among them. A result of one number counts for all of them.
+
+    Example:
+      >>> masks = [np.ones(2, bool), np.ones(1, bool), np.ones(1, bool)]
+      >>> rewards, groups = np.array([0.0, 1.0, 0.0]), np.array([7, 7, 7])
+      >>> outcomes = Outcomes(
+      ...     rewards=rewards, groups=groups, action_masks=masks, episodes=np.array([0, 0, 1])
+      ... )
+      >>> per_episode(lambda whole: whole.rewards - whole.rewards.mean(), outcomes)
+      array([ 0.5,  0.5, -0.5])
+    """
+    episodes = outcomes.episodes
+    if episodes is None:
+        return function(outcomes)
+    found = function(_joined(outcomes, episodes))
+    if isinstance(found, np.ndarray) and found.ndim == 1:
+        return found[episodes]
+    ends = np.cumsum([len(mask) for mask in outcomes.action_masks])[:-1]
+    return np.split(np.concatenate([np.asarray(one) for one in found]), ends)
+
+
+def _joined(outcomes: Outcomes, episodes: np.ndarray) -> Outcomes:
+    """Returns the outcomes of whole episodes."""
+    count = int(episodes[-1]) + 1
+    parts = [np.flatnonzero(episodes == episode).tolist() for episode in range(count)]
+    last = np.array([part[-1] for part in parts])
+
+    def joined(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate([np.asarray(arrays[i]) for i in part]) for part in parts]
+
+    turns = None
+    if outcomes.turns is not None:
+        sizes, turns = [len(mask) for mask in outcomes.action_masks], list[list[Any]]()
+        for part in parts:
+            starts = np.cumsum([0, *(sizes[i] for i in part)])
+            turns.append(
+                [
+                    (int(begin + start), int(end + start), earned)
+                    for start, i in zip(starts, part, strict=False)
+                    for begin, end, earned in outcomes.turns[i]
+                ]
+            )
+    return replace(
+        outcomes,
+        rewards=np.bincount(episodes, outcomes.rewards, minlength=count),
+        groups=np.asarray(outcomes.groups)[last],
+        action_masks=joined(outcomes.action_masks),
+        components={
+            name: np.bincount(episodes, values, minlength=count)
+            for name, values in outcomes.components.items()
+        },
+        penalties=None if outcomes.penalties is None else joined(outcomes.penalties),
+        values=None if outcomes.values is None else joined(outcomes.values),
+        cuts=None if outcomes.cuts is None else outcomes.cuts[last],
+        turns=turns,
+        greedy=lambda: outcomes.greedy()[last],
+        energies=lambda: joined(outcomes.energies()),
+        episodes=None,
+    )
+
+
 def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
     """Applies an estimator: one with two parameters is given rewards and groups, one with a single
-    parameter the outcomes. Parameters with a default do not count.
+    parameter the outcomes. Parameters with a default do not count. Episodes of several sequences
+    are estimated whole, see `per_episode`.
 
     Example:
       >>> from jaxrl.advantages import centred
@@ -166,6 +233,8 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
       ValueError: if it takes another number of parameters, or does not return one advantage for
         each completion.
     """
+    if outcomes.episodes is not None:
+        return per_episode(lambda whole: estimate(estimator, whole), outcomes)
     required = [
         p
         for p in inspect.signature(estimator).parameters.values()

@@ -31,12 +31,6 @@ def make_episode_runner(
     function = load_environment(c)
     if function is None or c.name is None:
         return None
-    context = EnvironmentContext(tokenizer, tools, config.data.template_kwargs)
-    made = naming_keys(
-        lambda given: function(context, **given), c.parameters, key="environment", name=c.name
-    )
-    if (close := getattr(made, "close", None)) is not None:
-        close()
     limits = EpisodeLimits(
         max_turns=c.max_turns,
         max_tokens=config.sampling.max_tokens,
@@ -44,6 +38,12 @@ def make_episode_runner(
         timeout=c.timeout,
         vocab_size=vocab_size,
     )
+    context = EnvironmentContext(tokenizer, tools, config.data.template_kwargs, limits)
+    made = naming_keys(
+        lambda given: function(context, **given), c.parameters, key="environment", name=c.name
+    )
+    if (close := getattr(made, "close", None)) is not None:
+        close()
     return EpisodeRunner(
         functools.partial(function, context, **c.parameters),
         limits,

@@ -1,6 +1,7 @@
 """Opens the reference of a run where it is not beside the policy: on devices of its own, or on a
 server."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -56,13 +57,14 @@ def connect_reference(
     key, url = "reference.server", config.reference.server
     assert url is not None
 
-    def score(rollouts: Sequence[Rollout], _: Minibatch) -> jax.Array:
+    def score(rollouts: Sequence[Rollout], minibatch: Minibatch) -> jax.Array:
         found = hosts.on_leader(lambda: ask_scorer(client, rollouts))
         if missing := sum(int(np.isnan(one).sum()) for one in found):
             raise ControlError(
                 f"{key} = {url!r} reported no log-prob for {missing} tokens; see its log"
             )
-        return pack_minibatch(rollouts, found, shape=shape).batch.advantages
+        rows = dataclasses.replace(shape, max_rows=minibatch.batch.tokens.shape[0])
+        return pack_minibatch(rollouts, found, shape=rows).batch.advantages
 
     with closing(connect_scorer(config, policy, key=key, url=url)) as client:
         yield score

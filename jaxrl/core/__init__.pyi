@@ -7,6 +7,7 @@ from .batch import (
     action_sequences as action_sequences,
     action_tokens as action_tokens,
     by_group as by_group,
+    chains as chains,
     earlier_actions as earlier_actions,
     from_json as from_json,
     given_rollout as given_rollout,

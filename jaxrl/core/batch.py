@@ -51,6 +51,8 @@ class Rollout(NamedTuple):
     experts: np.ndarray | None = None  # [N, L, k]
     teacher: np.ndarray | None = None  # f32[C]
     kept: np.ndarray | None = None  # u8[C, 32]
+    # Further sequences of the episode, see `chains`; each token is an action of one sequence alone.
+    branches: "tuple[Rollout, ...]" = ()
 
     @property
     def length(self) -> int:
@@ -69,6 +71,20 @@ def given_rollout(prompt: Sequence[int], completion: Sequence[int]) -> Rollout:
         version=np.zeros(size, np.int32),
         group=0,
     )
+
+
+def chains(rollout: Rollout) -> list[Rollout]:
+    """Returns the sequences of an episode in the order of their last turns; usually there is one.
+
+    They share its reward. All are masked if the rollout is, because its reward failed.
+    """
+    trained = bool(rollout.action_mask.any())
+    of_all = {"group": rollout.group, "reward": rollout.reward, "components": rollout.components}
+    branches = (
+        branch._replace(action_mask=branch.action_mask & trained, **of_all)
+        for branch in rollout.branches
+    )
+    return [*branches, rollout._replace(branches=())]
 
 
 def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
@@ -156,12 +172,13 @@ def segment_totals(values: jax.Array, segments: jax.Array) -> jax.Array:
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
     """Encodes a rollout as JSON for a checkpoint, bit for bit."""
-    return {
+    encoded = {
         name: [value.dtype.name, base64.b64encode(value.tobytes()).decode(), *value.shape[1:]]
         if isinstance(value, np.ndarray)
         else value
         for name, value in rollout._asdict().items()
     }
+    return encoded | {"branches": [to_json(branch) for branch in rollout.branches]}
 
 
 def from_json(content: Mapping[str, Any]) -> Rollout:
@@ -173,6 +190,7 @@ def from_json(content: Mapping[str, Any]) -> Rollout:
             dtype, data, *rest = fields[name]
             fields[name] = np.frombuffer(base64.b64decode(data), dtype).reshape(-1, *rest)
     fields["components"] = tuple(fields["components"])
+    fields["branches"] = tuple(map(from_json, fields["branches"]))
     if fields.get("episode") is not None:
         turns, end, numbers = fields["episode"]
         fields["episode"] = Episode(tuple(map(tuple, turns)), end, numbers)

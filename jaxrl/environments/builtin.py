@@ -5,15 +5,23 @@ A user's own environment is a class or function with the same signature: it take
 """
 
 import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxrl.core import plugins
+from jaxrl.environments.connectors import agents
+from jaxrl.environments.connectors.agents import run_command, run_function
 from jaxrl.environments.connectors.openenv import Server, Session
 from jaxrl.environments.connectors.verifiers import Host
 from jaxrl.environments.episodes import text_game as text_games
 from jaxrl.environments.episodes.agent import Agent
 from jaxrl.environments.episodes.base import Environment
 from jaxrl.environments.episodes.context import EnvironmentContext
-from jaxrl.environments.episodes.verifiers import VerifiersEpisode
+from jaxrl.environments.episodes.conversations import Templates
+from jaxrl.environments.episodes.gateway import GatewayEpisode, Start
+
+if TYPE_CHECKING:
+    from jaxrl.environments.gateway.server import Gateway
 
 
 def agent(
@@ -60,15 +68,86 @@ def openenv(
 
 
 def verifiers(context: EnvironmentContext, *, python: str, config: str) -> Environment:
-    """Plays tasks of an environment of `verifiers`; see `episodes.verifiers`.
+    """Plays tasks of an environment of `verifiers`, whose programs request turns at the gateway.
 
     `python` is the interpreter of an environment that has verifiers. `config` is a TOML file with
     the contents of verifiers' `env` table: the taskset and its agents. Raises ValueError if the
-    environment cannot be loaded, or without a chat template.
+    environment cannot be loaded, or as `gateway`.
     """
-    host = _host(python, config)
-    return VerifiersEpisode(context.chat, host)
+    return _agent_episode(context, _host(python, config).begin)
 
 
+def gateway(
+    context: EnvironmentContext,
+    *,
+    agent: str | None = None,
+    command: Sequence[str] = (),
+    models: Sequence[str] = ("policy",),
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> Environment:
+    """Runs an agent that takes the policy for a model of OpenAI or Anthropic; see
+    `connectors.agents`.
+
+    Args:
+      context: the policy's side.
+      agent: a function, as `file.py:function` or `package.module:function`; it gets the address of
+        its episode (`Endpoint`) and the row, and may return a reward.
+      command: a program and its arguments instead; `{name}` stands for a column of the row.
+      models: names by which agents may call the policy.
+      host: the address at which agents reach it.
+      port: the port; 0 takes a free one.
+
+    Raises:
+      ValueError: for both or neither of `agent` and `command`, a function that cannot be loaded, an
+        address that is taken, with environment.tools, or without a chat template.
+      RuntimeError: without the packages of `jaxrl[gateway]`.
+    """
+    if bool(agent) == bool(command):
+        raise ValueError(
+            "environment.agent and environment.command: set one of them, the agent's function or "
+            "its command"
+        )
+    if context.tools:
+        raise ValueError("environment.tools: the agent of a gateway sends its own; leave it out")
+    start = functools.partial(run_command, list(command))
+    if agent is not None:
+        function = plugins.load_function(agent, builtin=agents, key="environment.agent")
+        start = functools.partial(run_function, function)
+    return _agent_episode(context, start, host=host, port=port, models=tuple(models))
+
+
+def _agent_episode(
+    context: EnvironmentContext,
+    start: Start,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    models: tuple[str, ...] = ("policy",),
+) -> Environment:
+    if context.limits is None:
+        raise ValueError("the context of a gateway needs the limits of its episodes; set limits")
+    try:
+        served = _gateway(host, port, models)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"the gateway needs {error.name}: pip install 'jaxrl[gateway]'"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"environment.host = {host!r}, environment.port = {port}: {error}; choose a free port, "
+            "or 0"
+        ) from error
+    return GatewayEpisode(_templates(context.chat), served, start, limits=context.limits)
+
+
+@functools.cache  # one server for all episodes of a run
+def _gateway(host: str, port: int, models: tuple[str, ...]) -> "Gateway":
+    from jaxrl.environments.gateway.server import Gateway
+
+    return Gateway(host, port, models)
+
+
+_templates = functools.lru_cache(4)(Templates)  # which the episodes of a run share
 _host = functools.cache(Host)  # one process for all episodes of a run
 _server = functools.cache(Server.at)  # reads the server's schema once per run

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.advantages import Advantages, estimate, explained_variance
+from jaxrl.advantages import Advantages, estimate, explained_variance, per_episode
 from jaxrl.builders.learner import Learning, given_scores
-from jaxrl.core import Minibatch, Rollout, pack_minibatch, unpack
+from jaxrl.core import Minibatch, Rollout, chains, count_bucket, pack_minibatch, plan_rows, unpack
 from jaxrl.learner import LearnerState, State
 from jaxrl.sharding import fetch
 from jaxrl.training.rollouts.collect import greedy_rewards
@@ -40,13 +40,46 @@ def split_minibatches(count: int, *, updates: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, count, size)]
 
 
-def compute_advantages(
-    run: Run, state: State, *, rollouts: Sequence[Rollout], parts: Sequence[slice]
-) -> tuple[Targets, Numbers]:
-    """Computes the advantages and, with a critic, its values and targets.
+class Sequences(NamedTuple):
+    """The token sequences of episodes, in order."""
 
-    `state` is the one before any update of this step; `parts` are the rollouts of each minibatch.
-    """
+    rollouts: Sequence[Rollout]
+    parts: Sequence[slice]  # of each minibatch
+    episodes: np.ndarray | None  # see `Outcomes`
+
+
+def split_sequences(rollouts: Sequence[Rollout], *, updates: int) -> Sequences:
+    """Splits episodes evenly over updates, each with all of its sequences."""
+    parts = split_minibatches(len(rollouts), updates=updates)
+    if not any(r.branches for r in rollouts):
+        return Sequences(rollouts, parts, None)
+    whole = [chains(rollout) for rollout in rollouts]
+    ends = np.cumsum([0, *map(len, whole)]).tolist()
+    parts = [slice(ends[p.start], ends[min(p.stop, len(rollouts))]) for p in parts]
+    episodes = np.repeat(np.arange(len(whole)), [len(one) for one in whole])
+    return Sequences([one for found in whole for one in found], parts, episodes)
+
+
+def with_room(learning: Learning, given: Sequences) -> Learning:
+    """Makes room in the shape of minibatches for further sequences of episodes: a multiple of the
+    usual rows by a power of two, so that few programs are compiled."""
+    shape, open_shape = learning.shape, dataclasses.replace(learning.shape, max_rows=None)
+    if given.episodes is None or shape.max_rows is None:
+        return learning
+    usual = shape.microbatches(shape.max_rows)
+    needed = max(plan_rows(given.rollouts[p], open_shape).microbatches for p in given.parts)
+    rows = count_bucket(needed, multiple=usual) * shape.rows_per_microbatch
+    return (
+        learning
+        if needed <= usual
+        else learning._replace(shape=dataclasses.replace(shape, max_rows=rows))
+    )
+
+
+def compute_advantages(run: Run, state: State, given: Sequences) -> tuple[Targets, Numbers]:
+    """Computes the advantages and, with a critic, its values and targets. `state` is the one before
+    any update of this step."""
+    rollouts, parts = given.rollouts, given.parts
     learning, source, policy = run.learning, run.source, state.policy.params
     recipe, divided = learning.recipe, [rollouts[part] for part in parts]
     by_token = functools.partial(score_by_token, learning, divided)
@@ -68,6 +101,7 @@ def compute_advantages(
         weights=source.task.weights,
         logprobs=logprobs,
         greedy=lambda: run.hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
+        episodes=given.episodes,
     )
     outcomes = dataclasses.replace(
         outcomes, energies=lambda: by_token(functools.partial(learning.learner.energies, policy))
@@ -78,7 +112,7 @@ def compute_advantages(
         values = [before for before, _ in (one.T for one in around)]
         cuts = [one[-1, 1] if r.truncated else 0.0 for one, r in zip(around, rollouts, strict=True)]
         outcomes = dataclasses.replace(outcomes, values=values, cuts=np.array(cuts))
-        returns = recipe.critic.returns(outcomes)
+        returns = list(per_episode(recipe.critic.returns, outcomes))
         numbers["value/explained_variance"] = explained_variance(returns, outcomes)
     advantages = estimate(recipe.advantages, outcomes)
     advantages, taught = add_teacher(source.config.reward, rollouts, advantages)

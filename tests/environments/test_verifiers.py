@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.data.prompts import Example
+from jaxrl.environments import builtin
 from jaxrl.environments.connectors.verifiers import Host
-from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.episodes.runner import EpisodeRunner, LockstepScheduler
-from jaxrl.environments.episodes.verifiers import VerifiersEpisode
 from jaxrl.sampling.base import SamplingParams
 from tests.environments.test_openenv import LIMITS, Guesses
 from tests.environments.test_tools import QWEN_TOKENIZER as TOKENIZER
@@ -28,7 +27,7 @@ class ModelContext:
     def __init__(self, model, client): self.model, self.client = model, client
 """
 ENV = """
-import asyncio, contextlib, http.client, json, urllib.request
+import asyncio, contextlib, json, urllib.request
 from types import SimpleNamespace as Of
 from verifiers.v1 import Env
 
@@ -58,12 +57,7 @@ class Sums(Env):
                 return chunk["choices"][0]["delta"]
             return json.loads(text)["choices"][0]["message"]
         if slot.task == "twice":
-            # The loop of the host is this thread's: it finds both requests when it goes on.
-            address = context.client.base_url.split("/")[2]
-            both = [http.client.HTTPConnection(address) for _ in range(2)]
-            for connection in both:
-                connection.request("POST", "/v1/chat/completions", json.dumps(body))
-            await asyncio.to_thread(lambda: [c.getresponse().read() for c in both])
+            await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(2)))
         first = await asyncio.to_thread(ask)
         if slot.task == "rewrite":
             body["messages"][1] = {"role": "user", "content": "a summary"}
@@ -98,13 +92,15 @@ def host(tmp_path_factory):
     (directory / "env.toml").write_text('[taskset]\nid = "sums"\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(directory))
-        made = Host(sys.executable, str(directory / "env.toml"))
-    yield made
+        given = sys.executable, str(directory / "env.toml")
+        made = builtin._host(*given)
+    yield given
     made.close()
 
 
 def play(host, task, texts):
-    make = functools.partial(VerifiersEpisode, Chat(TOKENIZER), host)
+    context = builtin.EnvironmentContext(TOKENIZER, {}, limits=LIMITS)
+    make = functools.partial(builtin.verifiers, context, python=host[0], config=host[1])
     example = Example(np.array([2]), {}, {"task": task})
     episodes = EpisodeRunner(make, LIMITS, LockstepScheduler)
     sampler = Guesses({(0, j): turns for j, turns in enumerate(texts)})
@@ -138,8 +134,6 @@ def test_messages_append_and_reward_ends(host):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (1, "changed earlier messages"),
-        (2, "two turns at once"),
         (3, "no sandbox"),
         (4, "task 4 is not in the taskset; it has 4"),
         ("4", "the column task is '4'"),
@@ -150,6 +144,16 @@ def test_non_sequence_episode_fails_alone(host, task, message):
     assert message in failure
     assert rollouts[0].episode.failed
     assert play(host, 0, [["5", "5"]]).rollouts[0].episode.end == "done"
+
+
+@pytest.mark.parametrize(("task", "sequences"), [(1, 2), (2, 3)])
+def test_changed_history_and_turns_at_once_are_sequences_of_the_episode(host, task, sequences):
+    turns = ["5<|im_end|>"] * 4
+    (rollout,), failure = play(host, task, [turns])
+    assert failure is None
+    assert rollout.episode.end == "done"
+    assert sum(reward for _, _, reward in rollout.episode.turns) == 1
+    assert len(rollout.branches) + 1 == sequences
 
 
 def test_unloadable_environment_is_named(tmp_path):

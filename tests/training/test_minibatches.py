@@ -28,6 +28,7 @@ from jaxrl.losses.scores import Need
 from jaxrl.models import init, lora
 from jaxrl.models.model import decoder
 from jaxrl.training.minibatches import (
+    Sequences,
     Targets,
     compute_advantages,
     prepare_minibatch,
@@ -181,7 +182,7 @@ def test_a_truncated_completion_continues_in_the_critics_mind():
     state = State(policy.init(tiny.params()), critic.init(weights))
 
     def targets(rollouts) -> Targets:
-        return compute_advantages(run, state, rollouts=rollouts, parts=[slice(0, 8)])[0]
+        return compute_advantages(run, state, Sequences(rollouts, [slice(0, 8)], None))[0]
 
     ahead = [one[-1] for one in targets(whole).values or ()]
     found = targets(cut)

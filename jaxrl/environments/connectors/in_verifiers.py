@@ -3,9 +3,8 @@
     python -P in_verifiers.py ENV.toml    # -P: the module verifiers is not the one beside this
 
 A line of standard input or output is a JSON object that names its episode. In: a `task` begins the
-episode, a `turn` is the policy's, `end` abandons the episode. Out: `messages` ask for a turn, a
-`reward` or an `error` ends the episode. Programs of verifiers ask for turns at an HTTP endpoint of
-this process, which imitates OpenAI's; the model's name is the episode's.
+episode, whose programs request turns of `model` at `url`, jaxrl's gateway; `end` abandons it. Out:
+a `reward` or an `error` ends the episode.
 """
 
 import asyncio
@@ -30,62 +29,6 @@ def own_output() -> TextIO:
 def tell(episode: str, **content: Any) -> None:
     """Writes a line."""
     own_output().write(json.dumps({"episode": episode} | content) + "\n")
-
-
-class Turns:
-    """The HTTP endpoint: requests of episodes that wait for the policy's turn."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-
-    def answer(self, episode: str, turn: dict[str, Any]) -> None:
-        """Answers the request of an episode, if there is one."""
-        if (waiting := self._waiting.pop(episode, None)) is not None and not waiting.done():
-            waiting.set_result(turn)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handles the requests of a connection."""
-        try:
-            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
-                lines = [line.partition(":") for line in head.lower().split("\r\n")]
-                size = next(int(value) for name, _, value in lines if name == "content-length")
-                body = json.loads(await reader.readexactly(size))
-                status, kind, content = await self._complete(body)
-                writer.write(
-                    f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
-                    f"Content-Length: {len(content)}\r\n\r\n".encode()
-                    + content
-                )
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError, StopIteration):
-            pass  # the program has ended
-        finally:
-            writer.close()
-
-    async def _complete(self, body: dict[str, Any]) -> tuple[str, str, bytes]:
-        episode = body["model"]
-        if episode in self._waiting:
-            refusal = f"{episode} asks for two turns at once; an episode is one sequence of tokens"
-            tell(episode, error=refusal)
-            return "400 Bad Request", "application/json", json.dumps({"error": refusal}).encode()
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[episode] = future
-        tell(episode, messages=body["messages"], tools=body.get("tools") or [])
-        message: dict[str, Any] = {"role": "assistant", **await future}
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        shared = {"id": "jaxrl", "created": 0, "model": episode}
-        choice = {"index": 0, "finish_reason": reason}
-        if not body.get("stream"):
-            whole = {"object": "chat.completion", "choices": [choice | {"message": message}]}
-            content = json.dumps(shared | whole | {"usage": usage}).encode()
-            return "200 OK", "application/json", content
-        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
-        delta = message | ({"tool_calls": calls} if calls else {})
-        shared["object"] = "chat.completion.chunk"
-        events = [{"choices": [choice | {"delta": delta}]}, {"choices": [], "usage": usage}]
-        text = "".join(f"data: {json.dumps(shared | event)}\n\n" for event in events)
-        return "200 OK", "text/event-stream", f"{text}data: [DONE]\n\n".encode()
 
 
 def load_environment(file: str) -> Any:
@@ -118,11 +61,11 @@ class Tasks:
         return self._loaded[index]
 
 
-async def play(env: Any, task: Any, *, episode: str, url: str) -> None:
+async def play(env: Any, task: Any, *, episode: str, url: str, model: str) -> None:
     """Plays an episode and writes its reward, the mean over the traces of trainable agents."""
     v1 = importlib.import_module("verifiers.v1")
     runner = importlib.import_module("verifiers.v1.env")
-    context = v1.ModelContext(model=episode, client=v1.EvalClientConfig(base_url=url))
+    context = v1.ModelContext(model=model, client=v1.EvalClientConfig(base_url=url))
     played = await env.run_slot(runner.RunSlot(task), context)
     if not played.ok:
         errors = [*played.errors, *(e for trace in played.traces for e in trace.errors)]
@@ -141,22 +84,19 @@ async def play(env: Any, task: Any, *, episode: str, url: str) -> None:
 async def main(file: str) -> None:
     """Serves episodes until standard input ends."""
     own_output()
-    env, turns = load_environment(file), Turns()
+    env = load_environment(file)
     tasks, running = Tasks(env.taskset), dict[str, asyncio.Task[None]]()
-    server = await asyncio.start_server(turns.serve, "127.0.0.1", 0, limit=1 << 26)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     reader = asyncio.StreamReader(limit=1 << 26)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
 
-    async def episode(name: str, index: int) -> None:
+    async def episode(name: str, index: int, *, url: str, model: str) -> None:
         try:
-            await play(env, tasks[index], episode=name, url=url)
+            await play(env, tasks[index], episode=name, url=url, model=model)
         except Exception as error:
             tell(name, error=repr(error))
         finally:
             running.pop(name, None)
-            turns.answer(name, {"content": ""})  # releases a request that is still open
 
     async with env.serving():
         tell("", ready=True)
@@ -164,9 +104,8 @@ async def main(file: str) -> None:
             message = json.loads(line)
             name = message["episode"]
             if "task" in message:
-                running[name] = asyncio.create_task(episode(name, message["task"]))
-            elif "turn" in message:
-                turns.answer(name, message["turn"])
+                given = {key: message[key] for key in ("url", "model")}
+                running[name] = asyncio.create_task(episode(name, message["task"], **given))
             elif name in running:
                 running[name].cancel()
         for task in running.values():

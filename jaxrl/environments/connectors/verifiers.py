@@ -1,15 +1,18 @@
 """The process in which `verifiers` runs, with its own Python; see `in_verifiers`."""
 
+import functools
 import itertools
 import json
 import queue
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Message = Mapping[str, Any]
+from jaxrl.data.prompts import Example
+from jaxrl.environments.gateway.session import Session
+
 _SCRIPT = str(Path(__file__).with_name("in_verifiers.py"))
 
 
@@ -25,36 +28,26 @@ class Host:
         pipe = subprocess.PIPE
         command = [python, "-P", _SCRIPT, config]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        self._lock, self._episodes = threading.Lock(), dict[str, queue.SimpleQueue[Any]]()
-        self._numbers = itertools.count()
-        ready = self._episodes[""] = queue.SimpleQueue[Any]()
+        self._lock, self._sessions = threading.Lock(), dict[str, Session]()
+        self._numbers, self._ready = itertools.count(), queue.SimpleQueue[bool]()
         threading.Thread(target=self._read, name="verifiers", daemon=True).start()
-        if "error" in ready.get():
+        if not self._ready.get():
             self.close()
             raise ValueError(
                 f"environment.config = {config!r}: {python} cannot run it with verifiers; its "
                 "message is above"
             )
 
-    def begin(self) -> str:
-        """Begins an episode without a task and returns its name."""
-        name = f"episode-{next(self._numbers)}"
-        self._episodes[name] = queue.SimpleQueue()
-        return name
-
-    def ask(self, name: str, **content: Any) -> dict[str, Any]:
-        """Sends an episode its `task`, or a `turn` of the policy; returns the environment's next
-        request or the reward, and raises RuntimeError if the episode failed."""
-        self._tell(name, **content)
-        told = self._episodes[name].get()
-        if "error" in told:
-            raise RuntimeError(f"verifiers: {told['error']}")
-        return told
-
-    def end(self, name: str) -> None:
-        """Ends an episode, finished or not."""
-        if self._episodes.pop(name, None) is not None:
-            self._tell(name, end=True)
+    def begin(self, session: Session, example: Example) -> Callable[[], None]:
+        """Begins the episode of the task in the column `task`, and returns the function that ends
+        it; raises ValueError if the data has no such column."""
+        index = example.row.get("task")
+        if not isinstance(index, int):
+            raise ValueError(f"the column task is {index!r}; expected the index of a task")
+        name, endpoint = f"episode-{next(self._numbers)}", session.endpoint
+        self._sessions[name] = session
+        self._tell(name, task=index, url=endpoint.openai_url, model=endpoint.model)
+        return functools.partial(self._end, name)
 
     def close(self) -> None:
         """Ends the process."""
@@ -62,6 +55,10 @@ class Host:
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._process.wait()
+
+    def _end(self, name: str) -> None:
+        if self._sessions.pop(name, None) is not None:
+            self._tell(name, end=True)
 
     def _tell(self, name: str, **content: Any) -> None:
         with self._lock:
@@ -73,7 +70,13 @@ class Host:
         with self._process.stdout as lines:
             for line in lines:
                 told = json.loads(line)
-                if (waiting := self._episodes.get(told["episode"])) is not None:
-                    waiting.put(told)
-        for waiting in list(self._episodes.values()):
-            waiting.put({"error": "the process that runs the environment has ended"})
+                if "ready" in told:
+                    self._ready.put(True)
+                elif (session := self._sessions.get(told["episode"])) is not None:
+                    error = told.get("error")
+                    if error is None:
+                        session.add(told["reward"], told["metrics"])
+                    session.end("" if error is None else f"verifiers: {error}")
+        self._ready.put(False)
+        for session in list(self._sessions.values()):
+            session.end("the process that runs the environment has ended")

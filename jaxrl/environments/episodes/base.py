@@ -1,6 +1,6 @@
 """The interface of environments, and the limits of an episode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,12 +20,21 @@ class Step(NamedTuple):
       reward: for this turn; an episode earns the sum over its turns.
       done: True at the end of the episode.
       metrics: summed over the episode, then averaged over episodes.
+      after: number of the turn, from 0, that the observation follows, for an episode of several
+        sequences; -1 begins a sequence, so that the observation is its prompt. None is the last
+        turn.
+      max_tokens: limit of the next turn; None leaves those of the episode.
+      stop: token ids of the next turn, i32[C] -> the number of them at which it ends, or None; for
+        stop texts of its own.
     """
 
     observation: TokenIds = ()
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = {}
+    after: int | None = None
+    max_tokens: int | None = None
+    stop: Callable[[np.ndarray], int | None] | None = None
 
 
 class Environment(Protocol):
@@ -36,8 +45,9 @@ class Environment(Protocol):
     episode, in another thread: a `reset` or `step` that timed out may still run.
     """
 
-    async def reset(self, example: Example) -> TokenIds:
-        """Begins the episode and returns the prompt's token ids, usually `example.tokens`."""
+    async def reset(self, example: Example) -> TokenIds | Step:
+        """Begins the episode and returns the prompt's token ids, usually `example.tokens`, alone or
+        as the observation of a step with the limits of the first turn."""
         ...
 
     async def step(self, completion: np.ndarray) -> Step:
@@ -50,7 +60,7 @@ class EpisodeLimits(NamedTuple):
     """Limits of one episode."""
 
     max_turns: int  # of the policy
-    max_tokens: int  # after the prompt, observations included
+    max_tokens: int  # of a sequence after its prompt, observations included
     max_prompt_tokens: int
     timeout: float  # seconds for `reset` and for each `step`
     vocab_size: int  # of the policy; every token id is below it

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.environments.episodes.base import EpisodeLimits
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.episodes.tool_chat import ToolChat
 from jaxrl.environments.tools.schema import Tool
@@ -19,6 +20,7 @@ class EnvironmentContext:
     tools: Mapping[str, Tool]  # of the config, by name
     # Variables of the chat template.
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    limits: EpisodeLimits | None = None  # of the episodes; None outside of a run
 
     @functools.cached_property
     def chat(self) -> Chat:

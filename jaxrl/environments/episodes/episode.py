@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -14,88 +14,189 @@ from jaxrl.environments.episodes.base import EpisodeError, EpisodeLimits, Step
 from jaxrl.sampling.base import Completion, Turn, TurnCache
 
 _invalid = functools.partial(EpisodeError, "invalid")
+_BEGIN = Step()
+
+
+class _Turn(NamedTuple):
+    """A turn of the policy, and what it has read since the turn before it."""
+
+    after: int  # number of the turn before it; -1 for the first of a sequence
+    read: np.ndarray  # i32[N]: a prompt, or an observation
+    completion: Completion
+    reward: float = 0.0
 
 
 class EpisodeBuilder:
-    """An episode in progress: a prompt, then turns of the policy with observations between them."""
+    """An episode in progress: a prompt, then turns of the policy with observations between them.
 
-    def __init__(self, prompt: np.ndarray, index: tuple[int, int]) -> None:
+    A turn follows any earlier one, or begins a sequence of its own; usually it follows the last.
+    """
+
+    def __init__(self, prompt: np.ndarray, index: tuple[int, int], begin: Step = _BEGIN) -> None:
         """Begins an episode from token ids i32[P]. The random numbers depend on the index of prompt
-        and sample."""
+        and sample; `begin` has the limits of the first turn."""
         self._prompt, self._index = prompt, index
-        self._length, self._truncated = 0, False
-        # Tokens, log-probs, action mask and versions of each turn or observation.
-        self._chunks = [tuple(np.zeros(0, t) for t in (np.int32, np.float32, bool, np.int32))]
-        self._turns: list[tuple[int, int, float]] = []
-        self._experts: np.ndarray | None = None
-        # Of each chunk, if truncated sampling records the tokens that it kept.
-        self._kept: list[np.ndarray | None] = [np.zeros((0, RECORD), np.uint8)]
+        self._next = begin._replace(observation=prompt, after=-1)
+        self._turns: list[_Turn] = []
+        self._truncated = self._limited = False
         self._metrics: dict[str, float] = {}
 
     def next_turn(self, limits: EpisodeLimits, cache: TurnCache) -> Turn:
         """Returns the request for the policy's next turn; all turns share `cache`."""
-        context = np.concatenate([self._prompt, *(tokens for tokens, *_ in self._chunks)])
-        remaining = limits.max_tokens - self._length
-        return Turn(context, *self._index, remaining, len(self._prompt), cache)
+        step, before = self._next, self._sequence(self._next.after)
+        said = [part for turn in before for part in (turn.read, turn.completion.tokens)]
+        context = np.concatenate([*said, np.asarray(step.observation, np.int32)])
+        prompt = len(before[0].read) if before else len(context)
+        left = limits.max_tokens - (len(context) - prompt)
+        self._limited = step.max_tokens is not None and step.max_tokens < left
+        most = step.max_tokens if self._limited and step.max_tokens is not None else left
+        return Turn(context, *self._index, most, prompt, cache)
 
-    def add_completion(self, completion: Completion) -> None:
-        """Appends a turn of the policy."""
-        actions, start = np.ones(len(completion.tokens), bool), self._length
-        self._chunks.append((completion.tokens, completion.logprobs, actions, completion.versions))
-        self._kept.append(completion.kept)
-        self._length += len(completion.tokens)
-        self._turns.append((start, self._length, 0.0))
-        self._truncated = completion.finish_reason == "length"
-        if self._experts is None or completion.experts is None:
-            self._experts = completion.experts
-        else:
-            # Keeps the experts that drew the context; the sampler has computed the context again.
-            new = completion.experts[len(self._experts) :]
-            self._experts = np.concatenate([self._experts, new])
+    def add_completion(self, completion: Completion) -> np.ndarray:
+        """Appends a turn of the policy, and returns its token ids, cut where the step ends it."""
+        completion, step = _cut(completion, self._next), self._next
+        assert step.after is not None
+        read = np.asarray(step.observation, np.int32)
+        self._turns.append(_Turn(step.after, read, completion))
+        # A turn that ends at a limit of its own leaves room for more.
+        self._truncated = completion.finish_reason == "length" and not self._limited
+        return completion.tokens
 
     def add_step(self, step: Step, limits: EpisodeLimits) -> End | None:
         """Adds the environment's response to the last turn, as `check_step` returns it.
 
         Returns the end of the episode, or None if it continues. Drops an observation that leaves no
         room for a turn.
+
+        Raises:
+          EpisodeError: if the step follows a turn that is not there, or begins with a prompt of the
+            wrong length.
         """
-        self._turns[-1] = (*self._turns[-1][:2], step.reward)
+        last = len(self._turns) - 1
+        self._turns[last] = self._turns[last]._replace(reward=step.reward)
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if self._truncated:
+        after, size = last if step.after is None else step.after, len(step.observation)
+        if self._truncated and (step.done or after == last):
             return "max_tokens"
         if step.done:
             return "done"
         if len(self._turns) == limits.max_turns:
             return "max_turns"
-        size = len(step.observation)
-        if self._length + size >= limits.max_tokens:
+        if not -1 <= after <= last:
+            raise _invalid(f"step returned after = {after}; the turns are 0 to {last}")
+        if after < 0:
+            _check_length(size, limits, "step")
+        elif self._length(after) + size >= limits.max_tokens:
             return "max_tokens"
-        tokens, version = np.asarray(step.observation, np.int32), self._chunks[-1][3][-1]
-        logprobs, actions = np.zeros(size, np.float32), np.zeros(size, bool)
-        self._chunks.append((tokens, logprobs, actions, np.full(size, version, np.int32)))
-        self._kept.append(np.zeros((size, RECORD), np.uint8))
-        self._length += size
+        self._next = step._replace(after=after)
         return None
 
     def build(self, end: End, *, group: int) -> Rollout:
-        """Returns the rollout, without rewards of reward functions. The action mask of a failed
-        episode is empty, so training ignores it."""
-        episode = Episode(tuple(self._turns), end, self._metrics)
-        kept = [part for part in self._kept if part is not None]
-        tokens, logprobs, actions, versions = map(np.concatenate, zip(*self._chunks, strict=True))
+        """Returns the rollout, without rewards of reward functions: the sequence of the last turn,
+        with the others as its branches. The action mask of a failed episode is empty, so training
+        ignores it."""
+        followed = {turn.after for turn in self._turns}
+        # Without turns there is one sequence, the prompt.
+        leaves = [i for i in range(len(self._turns)) if i not in followed] or [-1]
+        episode, trained = Episode((), end, self._metrics), set[int]()
+        built = list[Rollout]()
+        for leaf in leaves:
+            one = self._build(leaf, episode, trained=trained)
+            built.append(one._replace(group=group))
+        *branches, rollout = built
+        return rollout._replace(branches=() if episode.failed else tuple(branches))
+
+    def _build(self, leaf: int, episode: Episode, *, trained: set[int]) -> Rollout:
+        """Builds the sequence that ends with a turn. Turns in `trained` are no actions; the others
+        are added to it."""
+        # Tokens, log-probs, action mask and versions of each turn or observation.
+        chunks = [tuple(np.zeros(0, t) for t in (np.int32, np.float32, bool, np.int32))]
+        kept: list[np.ndarray | None] = [np.zeros((0, RECORD), np.uint8)]
+        turns, experts, length = list[tuple[int, int, float]](), None, 0
+        numbers = self._numbers(leaf)
+        for number in numbers:
+            turn = self._turns[number]
+            done, size = turn.completion, len(turn.read) if turns else 0
+            if turns:  # an observation has the version of the token before it
+                versions = np.full(size, chunks[-1][3][-1], np.int32)
+                zeros = np.zeros(size, np.float32)
+                chunks.append((turn.read, zeros, np.zeros(size, bool), versions))
+                kept.append(np.zeros((size, RECORD), np.uint8))
+            acts = np.full(len(done.tokens), number not in trained and not episode.failed)
+            chunks.append((done.tokens, done.logprobs, acts, done.versions))
+            kept.append(done.kept)
+            turns.append((length + size, length + size + len(done.tokens), turn.reward))
+            length = turns[-1][1]
+            if experts is None or done.experts is None:
+                experts = done.experts
+            else:
+                # Keeps the experts that drew the context; the sampler has computed it again.
+                experts = np.concatenate([experts, done.experts[len(experts) :]])
+        trained.update(numbers)
+        tokens, logprobs, actions, versions = map(np.concatenate, zip(*chunks, strict=True))
+        known = [part for part in kept if part is not None]
         return Rollout(
-            prompt=self._prompt,
+            prompt=self._turns[numbers[0]].read if numbers else self._prompt,
             completion=tokens,
             logprobs=logprobs,
-            action_mask=actions & (not episode.failed),
+            action_mask=actions,
             version=versions,
-            group=group,
-            truncated=end in ("max_tokens", "max_turns"),
-            episode=episode,
-            experts=self._experts,
-            kept=np.concatenate(kept) if len(kept) == len(self._kept) > 1 else None,
+            group=0,
+            truncated=episode.end in ("max_tokens", "max_turns"),
+            episode=episode._replace(turns=self._credited(turns, numbers)),
+            experts=experts,
+            kept=np.concatenate(known) if len(known) == len(kept) > 1 else None,
         )
+
+    def _credited(
+        self, turns: Sequence[tuple[int, int, float]], numbers: Sequence[int]
+    ) -> tuple[tuple[int, int, float], ...]:
+        """Gives the rewards of all turns to the sequence of the last one, and none to others."""
+        if not turns or numbers[-1] != len(self._turns) - 1:
+            return tuple((begin, end, 0.0) for begin, end, _ in turns)
+        others = (t.reward for i, t in enumerate(self._turns) if i not in numbers)
+        begin, end, reward = turns[-1]
+        return (*turns[:-1], (begin, end, sum(others, reward)))
+
+    def _numbers(self, last: int) -> list[int]:
+        """Lists the turns of the sequence that ends with a turn; none for -1."""
+        found = list[int]()
+        while last >= 0:
+            found.append(last)
+            last = self._turns[last].after
+        return found[::-1]
+
+    def _sequence(self, last: int | None) -> list[_Turn]:
+        assert last is not None
+        return [self._turns[number] for number in self._numbers(last)]
+
+    def _length(self, last: int) -> int:
+        """Counts the tokens after the prompt in the sequence that ends with a turn."""
+        turns = self._sequence(last)
+        sizes = sum(len(turn.read) + len(turn.completion.tokens) for turn in turns)
+        return sizes - len(turns[0].read)
+
+
+def _cut(completion: Completion, step: Step) -> Completion:
+    """Cuts a turn where its step ends it, as sampling would with the same rule."""
+    size = None if step.stop is None else step.stop(completion.tokens)
+    if size is None:
+        return completion
+    rest = len(completion.tokens) - size
+    return completion._replace(
+        tokens=completion.tokens[:size],
+        logprobs=completion.logprobs[:size],
+        versions=completion.versions[:size],
+        finish_reason="stop",
+        experts=None if completion.experts is None else _shortened(completion.experts, rest),
+        kept=None if completion.kept is None else completion.kept[:size],
+    )
+
+
+def _shortened(array: np.ndarray, count: int) -> np.ndarray:
+    """Returns an array without its last `count` entries."""
+    return array[: len(array) - count]
 
 
 def last_turn(rollout: Rollout) -> np.ndarray:
@@ -133,24 +234,31 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def check_prompt(returned: Any, limits: EpisodeLimits) -> np.ndarray:
-    """Converts the result of `reset` to a prompt, i32[P]; raises EpisodeError if it is invalid."""
+def check_prompt(returned: Any, limits: EpisodeLimits) -> Step:
+    """Converts the result of `reset` to a step whose observation is a prompt, i32[P]; raises
+    EpisodeError if it is invalid."""
+    step = returned if isinstance(returned, Step) else Step(returned)
     with _reading("the prompt"):
-        prompt = _token_ids(returned, limits, what="the prompt")
-    if not 0 < len(prompt) <= limits.max_prompt_tokens:
+        prompt = _token_ids(step.observation, limits, what="the prompt")
+    _check_length(len(prompt), limits, "reset")
+    return step._replace(observation=prompt)
+
+
+def _check_length(size: int, limits: EpisodeLimits, name: str) -> None:
+    if not 0 < size <= limits.max_prompt_tokens:
         raise _invalid(
-            f"reset returned a prompt of {len(prompt)} tokens; return 1 to "
+            f"{name} returned a prompt of {size} tokens; return 1 to "
             f"data.max_prompt_tokens = {limits.max_prompt_tokens}"
         )
-    return prompt
 
 
 def check_step(returned: Any, limits: EpisodeLimits) -> Step:
     """Converts the result of `step` to Python's numbers; raises EpisodeError if it is invalid."""
     with _reading("the result of step"):
-        if not isinstance(returned, tuple) or not 3 <= len(returned) <= 4:
+        if not isinstance(returned, tuple) or not 3 <= len(returned) <= len(Step._fields):
             raise _invalid(f"step returned {returned!r:.200}, expected a Step")
-        observation, reward, done, metrics = Step(*returned)
+        given = Step(*returned)
+        observation, reward, done, metrics, *_ = given
         if not isinstance(done, (bool, np.bool_)):
             raise _invalid(f"step returned done = {done!r:.200}, expected a bool")
         try:
@@ -164,7 +272,7 @@ def check_step(returned: Any, limits: EpisodeLimits) -> Step:
             if not math.isfinite(value):
                 raise _invalid(f"step returned {name} = {value}, which is not finite")
         tokens = () if done else _token_ids(observation, limits, what="the observation")
-        return Step(tokens, earned, bool(done), values)
+        return given._replace(observation=tokens, reward=earned, done=bool(done), metrics=values)
 
 
 @contextlib.contextmanager

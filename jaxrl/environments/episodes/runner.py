@@ -177,8 +177,9 @@ class _Episode:
 
     async def begin(self) -> None:
         with self._failures("reset"):
-            prompt = check_prompt(await self._call(self._reset, name="reset"), self._limits)
-            self._builder = EpisodeBuilder(prompt, self._index)
+            begin = check_prompt(await self._call(self._reset, name="reset"), self._limits)
+            prompt = np.asarray(begin.observation)
+            self._builder = EpisodeBuilder(prompt, self._index, begin)
 
     async def play(self, scheduler: TurnScheduler) -> None:
         number, cache = 0, TurnCache()
@@ -186,9 +187,10 @@ class _Episode:
             assert self._environment is not None
             turn = self._builder.next_turn(self._limits, cache)
             completion = await scheduler.sample(turn, number=number)
-            self._builder.add_completion(completion)
             number += 1
-            step = functools.partial(self._environment.step, completion.tokens)
+            step = functools.partial(
+                self._environment.step, self._builder.add_completion(completion)
+            )
             with self._failures("step"):
                 checked = check_step(await self._call(step, name="step"), self._limits)
                 self._end = self._builder.add_step(checked, self._limits)

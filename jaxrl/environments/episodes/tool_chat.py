@@ -16,7 +16,7 @@ from jaxrl.data.messages import spellings
 from jaxrl.data.templates import MARK
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.tools.formats import FORMATS, CallFormat, Parameters, ToolCall
-from jaxrl.environments.tools.reading import THOUGHTS, Reading, read_calls
+from jaxrl.environments.tools.reading import Reading, begun_thought, read_calls
 
 Message = Mapping[str, Any]
 _USER: Message = {"role": "user", "content": MARK}
@@ -60,8 +60,7 @@ class ToolChat:
 
         The prompt, i32[P], is what the policy has read before its turn; it may begin a thought.
         """
-        before = self._chat.decode(prompt[-16:]).rstrip()
-        thought = next((end for start, end in THOUGHTS.items() if before.endswith(start)), "")
+        thought = begun_thought(self._chat.decode(prompt[-16:]))
         text = self._chat.decode(completion)
         return read_calls(text, self._format, tools=self._tools, thought=thought)
 

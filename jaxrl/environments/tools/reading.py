@@ -23,6 +23,37 @@ _ENDS = "|".join(re.escape(end) for end in THOUGHTS.values() if end != "<|end|>"
 _STARTS = "|".join(map(re.escape, THOUGHTS))
 
 
+def begun_thought(before: str) -> str:
+    """Returns the end of the thought that a prompt has begun, "" if it has begun none."""
+    before = before.rstrip()
+    return next((end for start, end in THOUGHTS.items() if before.endswith(start)), "")
+
+
+def after_thoughts(text: str, *, thought: str = "") -> int:
+    """Returns the place after the last thought of a turn; its end if a thought is not closed.
+    `thought` is the end of a thought that the prompt has begun."""
+    start = text.find(thought) + len(thought)
+    if start < len(thought):
+        return len(text)
+    for match in re.finditer(f"(?P<thought>{_STARTS})|(?P<over>{_ENDS})", text):
+        if match.start() < start:
+            continue
+        start = match.end()
+        if match["thought"]:
+            mark = THOUGHTS[match["thought"]]
+            start = text.find(mark, start) + len(mark)
+            if start < len(mark):
+                return len(text)
+    return start
+
+
+def without_marks(text: str) -> str:
+    """Returns thoughts without the marks around them."""
+    for mark in (*THOUGHTS, *THOUGHTS.values()):
+        text = text.replace(mark, "")
+    return text
+
+
 class Reading(NamedTuple):
     """The calls of a turn, and their place in its text."""
 

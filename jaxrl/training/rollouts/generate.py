@@ -65,5 +65,6 @@ def generate(
         source.note(f"an environment failed: {played.first_failure}")
     for i, rollout in enumerate(played.rollouts):
         if rollout.truncated and mask_truncated:
-            rollout = rollout._replace(action_mask=np.zeros(len(rollout.completion), bool))
+            masked = np.zeros(len(rollout.completion), bool)
+            rollout = rollout._replace(action_mask=masked, branches=())
         yield Generated(i % group_size, rollout)

@@ -27,11 +27,13 @@ def shaped_outcomes(
     weights: Mapping[str, float],
     logprobs: Callable[[], tuple[LogProbs, LogProbs]],
     greedy: Callable[[], np.ndarray],
+    episodes: np.ndarray | None = None,
 ) -> tuple[Outcomes, Numbers]:
     """Adds the penalties of a config to the rewards, whose parts have `weights`.
 
     `logprobs` returns the log-probs of the learner and of the reference; it is called only for a KL
-    penalty. `greedy` returns f64[N], the reward of the greedy completion of each prompt.
+    penalty. `greedy` returns f64[N], the reward of the greedy completion of each prompt. `episodes`
+    are those of `Outcomes`.
 
     Returns:
       (the outcomes, metrics of the penalties).
@@ -41,6 +43,9 @@ def shaped_outcomes(
         turns = [list(r.episode.turns) if r.episode else [] for r in rollouts]
     rewards = np.array([r.reward for r in rollouts])
     components = np.array([r.components for r in rollouts]).reshape(len(rollouts), -1).T
+    if episodes is not None:  # the reward of an episode counts once
+        last = np.diff(episodes, append=-1) != 0
+        rewards, components = np.where(last, rewards, 0.0), np.where(last, components, 0.0)
     masks, numbers = [r.action_mask for r in rollouts], Numbers()
     weights, named = dict(weights), dict(zip(weights, components, strict=False))
     if c.overlong_buffer:
@@ -72,6 +77,7 @@ def shaped_outcomes(
         penalties=penalties,
         turns=turns,
         greedy=greedy,
+        episodes=episodes,
     ), numbers
 
 

@@ -76,8 +76,15 @@ def with_teacher(source: RolloutSource, rollouts: Sequence[Rollout]) -> list[Rol
     """Returns the rollouts with the log-probs of the teacher, if there is one."""
     if source.teacher is None:
         return list(rollouts)
-    scores = source.teacher(rollouts)
-    return [r._replace(teacher=found) for r, found in zip(rollouts, scores, strict=True)]
+    sequences = [one for rollout in rollouts for one in (rollout, *rollout.branches)]
+    scores = iter(source.teacher(sequences))
+    return [
+        r._replace(
+            teacher=next(scores),
+            branches=tuple(branch._replace(teacher=next(scores)) for branch in r.branches),
+        )
+        for r in rollouts
+    ]
 
 
 def reward_metrics(rollouts: Sequence[Rollout], *, weights: Mapping[str, float]) -> Numbers:

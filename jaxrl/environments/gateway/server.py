@@ -1,0 +1,149 @@
+"""The endpoint that the agents of all episodes of a run talk to, in threads of this process."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl.environments.gateway.anthropic_messages import MESSAGES
+from jaxrl.environments.gateway.dialect import STATUS, Dialect, RefusedError
+from jaxrl.environments.gateway.openai_chat import CHAT
+from jaxrl.environments.gateway.openai_responses import RESPONSES
+from jaxrl.environments.gateway.session import Endpoint, Session
+
+_TURNS = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+
+
+class Gateway:
+    """An HTTP server with a session for each episode."""
+
+    def __init__(self, host: str, port: int, models: Sequence[str]) -> None:
+        """Starts the server; raises OSError if the address is taken. Requests name one of
+        `models`."""
+        self._models, self._sessions = tuple(models), dict[str, Session]()
+        listening = socket.create_server((host, port), backlog=1024)
+        self.url = f"http://{host}:{listening.getsockname()[1]}"
+        config = uvicorn.Config(self._application(), log_level="warning", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listening],), name="gateway", daemon=True
+        )
+        self._thread.start()
+
+    def open(self) -> Session:
+        """Begins the session of an episode."""
+        key = secrets.token_urlsafe(16)
+        url = f"{self.url}/s/{key}"
+        session = Session(Endpoint(url, f"{url}/v1", key, self._models[0]))
+        self._sessions[key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Ends a session; its key is then unknown."""
+        session.end()
+        self._sessions.pop(session.endpoint.key, None)
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _application(self) -> Starlette:
+        routes = list[Route]()
+        for prefix in ("", "/s/{key}"):
+            for path, dialect in _TURNS.items():
+                answer = functools.partial(self._answer, dialect=dialect)
+                routes.append(_route(f"{prefix}/v1/{path}", answer, dialect=dialect))
+            for path, handler, method in (
+                ("v1/models", self._list, "GET"),
+                ("reward", self._reward, "POST"),
+            ):
+                routes.append(_route(f"{prefix}/{path}", handler, dialect=CHAT, method=method))
+        return Starlette(routes=routes)
+
+    async def _answer(self, request: Request, *, dialect: Dialect) -> Response:
+        session, body = self._session(request), await _body(request)
+        try:
+            asked = dialect.read(body)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RefusedError("invalid", f"the request cannot be read: {error!r}") from error
+        if asked.model not in self._models:
+            raise RefusedError(
+                "model",
+                f"the model {asked.model!r:.80} is not here; the policy is "
+                f"{' or '.join(map(repr, self._models))} (environment.models)",
+            )
+        answer = await asyncio.wrap_future(session.ask(asked))
+        if asked.stream:
+            events = b"".join(dialect.stream(asked, answer))
+            return Response(events, media_type="text/event-stream")
+        return JSONResponse(dict(dialect.whole(asked, answer)))
+
+    async def _list(self, request: Request) -> Response:
+        self._session(request)
+        created = int(time.time())
+        shared = {"object": "model", "created": created, "owned_by": "jaxrl", "type": "model"}
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name} | shared for name in self._models]}
+        )
+
+    async def _reward(self, request: Request) -> Response:
+        session, body = self._session(request), await _body(request)
+        try:
+            reward = float(body["reward"])
+            metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RefusedError(
+                "invalid", f'expected {{"reward": number, "metrics": {{name: number}}}}: {error!r}'
+            ) from error
+        session.add(reward, metrics)
+        return JSONResponse({"reward": reward})
+
+    def _session(self, request: Request) -> Session:
+        sent = request.headers.get("authorization", "").partition(" ")[2]
+        key = request.path_params.get("key") or request.headers.get("x-api-key") or sent
+        if key not in self._sessions:
+            raise RefusedError(
+                "key",
+                "no running episode has this key; take it from the address or the variables that "
+                "jaxrl gives the agent",
+            )
+        return self._sessions[key]
+
+
+def _route(
+    path: str, handler: Callable[[Request], Any], *, dialect: Dialect, method: str = "POST"
+) -> Route:
+    """Makes a route that reports errors in a dialect."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RefusedError as refused:
+            error = refused
+        except Exception as failed:
+            error = RefusedError("server", f"jaxrl failed: {failed!r}")
+        content = dict(dialect.error(error))
+        return JSONResponse(content, status_code=STATUS[error.kind])
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    with contextlib.suppress(ValueError):
+        body = json.loads(await request.body())
+        if isinstance(body, dict):
+            return body
+    raise RefusedError("invalid", "the body is no JSON object")
