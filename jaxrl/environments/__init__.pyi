@@ -26,6 +26,7 @@ from .episodes.single_turn import (
     rollouts as rollouts,
 )
 from .episodes.tool_chat import ToolChat as ToolChat
+from .gateway.session import Endpoint as Endpoint
 from .isolation.sandbox import (
     ProgramResult as ProgramResult,
     SandboxError as SandboxError,

@@ -19,6 +19,7 @@ from tests.documented import undocumented
 from tests.run_config import run_config
 
 ENVIRONMENTS = """
+import httpx2
 from jaxrl.environments.episodes.base import Step
 
 
@@ -48,6 +49,25 @@ class Twice:
         self.turns += 1
         seen = self.context.tokenizer.encode("b;a:", add_special_tokens=False)
         return Step(seen, float(len(completion)), self.turns == 2)
+
+
+def chats(endpoint, example):
+    \"\"\"Begins two conversations and continues the first; fails for one prompt.\"\"\"
+
+    def ask(*messages):
+        body = {"model": endpoint.model, "messages": messages}
+        url = endpoint.openai_url + "/chat/completions"
+        reply = httpx2.post(url, json=body, timeout=60).raise_for_status()
+        return reply.json()["choices"][0]["message"]
+
+    if example["prompt"] == "0+1=":
+        raise KeyError("0+1=")
+    user = {"role": "user", "content": example["prompt"]}
+    first = ask(user)
+    ask({"role": "user", "content": "b"})
+    if example["prompt"] == "0+0=":
+        httpx2.post(endpoint.url + "/reward", json={"reward": 2}).raise_for_status()
+        ask(user, first, {"role": "user", "content": "a"})
 
 
 def shorter(completion, example):
@@ -141,6 +161,33 @@ def test_episodes_are_sampled_while_the_learner_trains(material, tmp_path, capsy
     assert "in reset: KeyError: '0+1='" in said.err
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert all(2 <= row["pass_rate"] <= 24 for row in rows)
+
+
+def test_agents_of_a_gateway_train_with_all_their_conversations(material, tmp_path, capsys):
+    """A run that stops in between is the same. Without packing, the sequences of an episode take
+    more rows than a minibatch usually has."""
+    changes = {
+        "environment.name": "gateway",
+        "environment.agent": f"{material / 'mine.py'}:chats",
+        "reward.weights": "0.01",
+        "sampling.max_tokens": "24",
+        "train.microbatch_tokens": "96",
+        "train.packing": "false",
+        "train.steps": "2",
+    }
+    found = list[list[str]]()
+    for name, steps in (("whole", ["2"]), ("parts", ["1", "2"])):
+        for last in steps:
+            train.train(config(material, tmp_path / name, **changes | {"train.steps": last}))
+        entries = read_metrics(tmp_path / name / "metrics.jsonl")
+        steps_of = [e for e in entries if "event" not in e and "reward" in e]
+        assert sum(e["episodes/error"] for e in steps_of) == 2
+        assert sum(e["episodes/done"] for e in steps_of) == 10
+        assert all(e["environment/branches"] >= 1 for e in steps_of)
+        assert undocumented({n for e in steps_of for n in e}) == ["step", "time"]
+        found.append([str(e["grad_norm"]) for e in steps_of])
+    assert "in chats: KeyError: '0+1='" in capsys.readouterr().err
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

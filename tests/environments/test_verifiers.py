@@ -118,7 +118,7 @@ def test_messages_append_and_reward_ends(host):
     assert "Add." in prompt
     assert json.dumps("add") in prompt  # the tools are shown
     assert [reward for _, _, reward in right.episode.turns] == [0, 1]
-    assert dict(right.episode.metrics) == {"right": 1}
+    assert dict(right.episode.metrics) == {"right": 1, "branches": 0}
     said = TOKENIZER.decode(right.completion, skip_special_tokens=False)
     assert said == (
         f"I call.{CALL}{end}\n<|im_start|>user\n<tool_response>\n" + '{"a": 2}'
