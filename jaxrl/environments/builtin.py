@@ -5,6 +5,7 @@ A user's own environment is a class or function with the same signature: it take
 """
 
 import functools
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def gateway(
     context: EnvironmentContext,
     *,
     agent: str | None = None,
-    command: Sequence[str] = (),
+    command: str | Sequence[str] = (),
     models: Sequence[str] = ("policy",),
     host: str = "127.0.0.1",
     port: int = 0,
@@ -93,7 +94,7 @@ def gateway(
       context: the policy's side.
       agent: a function, as `file.py:function` or `package.module:function`; it gets the address of
         its episode (`Endpoint`) and the row, and may return a reward.
-      command: a program and its arguments instead; `{name}` stands for a column of the row.
+      command: a command line instead, or its words; `{name}` stands for a column of the row.
       models: names by which agents may call the policy.
       host: the address at which agents reach it.
       port: the port; 0 takes a free one.
@@ -110,7 +111,8 @@ def gateway(
         )
     if context.tools:
         raise ValueError("environment.tools: the agent of a gateway sends its own; leave it out")
-    start = functools.partial(run_command, list(command))
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    start = functools.partial(run_command, words)
     if agent is not None:
         function = plugins.load_function(agent, builtin=agents, key="environment.agent")
         start = functools.partial(run_function, function)
