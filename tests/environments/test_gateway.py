@@ -148,6 +148,8 @@ def test_agents_at_once_and_rewards_that_they_post(play):
                 url = f"{base}/v1/chat/completions"
                 return message_of(await client.post(url, json=body, headers=headers))["content"]
 
+            begun = {"reward": 0.5}  # before the first turn
+            assert (await client.post(f"{endpoint.url}/reward", json=begun)).status_code == 200
             found = await asyncio.gather(*(ask(text) for text in ("a", "b", "c")))
             reward = {"reward": 2, "metrics": {"found": len(found)}}
             assert (await client.post(f"{endpoint.url}/reward", json=reward)).status_code == 200
@@ -156,7 +158,7 @@ def test_agents_at_once_and_rewards_that_they_post(play):
     assert failure is None
     assert len(rollout.branches) == 2
     assert trained(rollout) == sampled(sampler)
-    assert sum(reward for _, _, reward in rollout.episode.turns) == 2
+    assert sum(reward for _, _, reward in rollout.episode.turns) == 2.5
     assert rollout.episode.metrics["found"] == 3
 
 

@@ -45,7 +45,9 @@ class GatewayEpisode:
         assert self._session is not None
         assert self._waiting is not None
         self._waiting.reply(self._conversations.answer(completion))
-        return self._next(self._session)
+        step = self._next(self._session)
+        reward, metrics = self._session.take()
+        return step._replace(reward=reward, metrics={**metrics, **step.metrics})
 
     def close(self) -> None:
         """Ends the session and stops the agent."""
@@ -64,7 +66,5 @@ class GatewayEpisode:
                 waiting.refuse(refused)
                 continue
             self._waiting = waiting
-            reward, metrics = session.take()
-            return step._replace(reward=reward, metrics={**metrics, **step.metrics})
-        reward, metrics = session.take()
-        return Step((), reward, True, metrics)
+            return step
+        return Step(done=True)
