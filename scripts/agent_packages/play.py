@@ -33,10 +33,11 @@ HERE = Path(__file__).parent
 TOKENIZER = HERE.parent.parent / ".cache" / "tokenizers" / "qwen3"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
 ASK = '<tool_call>\n{"name": "ask_adder", "arguments": {"input": "2+2"}}\n</tool_call><|im_end|>'
+# The turns of the policy, and the number of conversations.
 TURNS = {
-    "chat.py": [f"I add.\n{ADD}", "4<|im_end|>"],
-    "messages.py": [f"I add.\n{ADD}", "4<|im_end|>"],
-    "sdk.py": [ASK, ADD, "It is 4.<|im_end|>", "4<|im_end|>"],
+    "chat.py": ([f"I add.\n{ADD}", "4<|im_end|>"], 1),
+    "messages.py": ([f"I add.\n{ADD}", "4<|im_end|>"], 1),
+    "sdk.py": ([ASK, ADD, "It is 4.<|im_end|>", "4<|im_end|>"], 2),
 }
 
 
@@ -73,7 +74,7 @@ def main() -> None:
         max_turns=8, max_tokens=500, max_prompt_tokens=1000, timeout=120.0, vocab_size=200_000
     )
     context = EnvironmentContext(tokenizer, {}, limits=limits)
-    for script, texts in TURNS.items():
+    for script, (texts, conversations) in TURNS.items():
         command = [python, str(HERE / script), "What is {prompt}?"]
         make = functools.partial(builtin.gateway, context, command=command)
         row = {"prompt": "2+2", "answer": "4"}
@@ -88,6 +89,7 @@ def main() -> None:
         parts = chains(rollout)
         said = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         trained = sum(int(part.action_mask.sum()) for part in parts)
+        assert len(parts) == conversations, f"{script}: {len(parts)} sequences"
         assert trained == said, f"{script}: {trained} of {said} tokens are trained"
         reward = environment_reward(rollout)
         print(f"{script}: {len(parts)} sequences, {trained} tokens trained once, reward {reward}")

@@ -55,7 +55,7 @@ def chats(endpoint, example):
     \"\"\"Begins two conversations and continues the first; fails for one prompt.\"\"\"
 
     def ask(*messages):
-        body = {"model": endpoint.model, "messages": messages}
+        body = {"model": endpoint.model, "messages": messages, "max_tokens": 8}
         url = endpoint.openai_url + "/chat/completions"
         reply = httpx2.post(url, json=body, timeout=60).raise_for_status()
         return reply.json()["choices"][0]["message"]

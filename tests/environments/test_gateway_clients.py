@@ -103,6 +103,24 @@ def test_anthropic_messages(play, streamed):
     check(play, agent)
 
 
+def test_anthropics_loop_over_tools(play):
+    """It begins a thread on the server, is refused and sends whole conversations."""
+
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Adds."""
+        return str(a + 2)
+
+    def agent(endpoint, example):
+        with anthropic.Anthropic(base_url=endpoint.url, api_key=endpoint.key) as client:
+            runner = client.beta.messages.tool_runner(
+                model=endpoint.model, max_tokens=200, tools=[add], messages=[USER]
+            )
+            assert runner.until_done().content[-1].text == "4"
+
+    check(play, agent)
+
+
 def check(play: Any, agent: Any) -> None:
     rollout, sampler, failure = play(agent, [f"I call.\n{CALL}", SAID])
     assert failure is None

@@ -26,6 +26,9 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def _read(body: Body) -> Request:
+    if body.get("thread") is not None:
+        raise RefusedError("thread", "thread is not supported; send the whole conversation")
+    refuse(bool(body.get("mcp_servers")), "mcp_servers are not supported; send their tools")
     system = read_text(body.get("system"))
     first = [{"role": "system", "content": system}] if system else []
     return Request(
@@ -115,7 +118,10 @@ def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
 
 def _error(refused: RefusedError) -> Mapping[str, Any]:
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    error: dict[str, Any] = {"type": kind, "message": str(refused)}
+    if refused.kind == "thread":  # official clients then send whole conversations
+        error["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": error}
 
 
 MESSAGES = Dialect(_read, _whole, _stream, _error)

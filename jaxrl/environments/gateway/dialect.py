@@ -9,12 +9,13 @@ Body = Mapping[str, Any]
 Message = Mapping[str, Any]
 """A message of a chat template: role, content, and maybe tool_calls or tool_call_id."""
 
-Kind = Literal["key", "model", "length", "invalid", "ended", "server"]
+Kind = Literal["key", "model", "length", "thread", "invalid", "ended", "server"]
 
 STATUS: Mapping[Kind, int] = {
     "key": 401,
     "model": 404,
     "length": 400,
+    "thread": 400,
     "invalid": 400,
     "ended": 410,  # not one that clients repeat
     "server": 500,

@@ -28,6 +28,7 @@ _CODES = {"key": "invalid_api_key", "model": "model_not_found", "length": "conte
 def _read(body: Body) -> Request:
     refuse(body.get("n") not in (None, 1), "n above 1 is not supported; send several requests")
     refuse(bool(body.get("logprobs")), "logprobs are not supported; jaxrl records them itself")
+    refuse(bool(body.get("functions")), "functions are not supported; send tools")
     form = (body.get("response_format") or {}).get("type", "text")
     refuse(
         form != "text",

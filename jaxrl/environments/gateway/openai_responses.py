@@ -29,6 +29,7 @@ def _read(body: Body) -> Request:
         body.get("previous_response_id") is not None or body.get("conversation") is not None,
         "previous_response_id and conversation are not supported; send the whole conversation",
     )
+    refuse(body.get("prompt") is not None, "prompt is not supported; send its messages")
     form = ((body.get("text") or {}).get("format") or {}).get("type", "text")
     refuse(
         form != "text",

@@ -35,7 +35,9 @@ class Gateway:
         self._models, self._sessions = tuple(models), dict[str, Session]()
         listening = socket.create_server((host, port), backlog=1024)
         self.url = f"http://{host}:{listening.getsockname()[1]}"
-        config = uvicorn.Config(self._application(), log_level="warning", lifespan="off")
+        # A log config of its own would close the handlers of other libraries.
+        quiet: Any = {"log_config": None, "log_level": "warning", "lifespan": "off"}
+        config = uvicorn.Config(self._application(), **quiet)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([listening],), name="gateway", daemon=True
