@@ -324,9 +324,9 @@ post(os.environ["JAXRL_REWARD_URL"], {"reward": float(right)})
 
 def test_a_command_is_an_agent_and_its_failure_that_of_its_episode(play, tokenizer):
     command = [sys.executable, "-c", PROGRAM, "What is {prompt}?"]
-    rollout, _, failure = play(command, [SAID], row={"prompt": "2+2", "answer": "4"})
+    rollout, _, failure = play(command, [SAID], row={"prompt": "2+2, {answer}", "answer": "4"})
     assert failure is None
-    assert "What is 2+2?" in tokenizer.decode(rollout.prompt)
+    assert "What is 2+2, {answer}?" in tokenizer.decode(rollout.prompt)
     assert [reward for _, _, reward in rollout.episode.turns] == [1]
     rollout, _, failure = play(command, [SAID], row={"prompt": "2+2", "answer": "fail"})
     assert "ended with status 1: it crashed" in failure

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,9 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def _filled(argument: str, example: Mapping[str, Any]) -> str:
-    for name, value in example.items():
-        argument = argument.replace(f"{{{name}}}", str(value))
-    return argument
+    """Replaces names of columns in one pass: a value that holds one stays as it is."""
+    return re.sub(
+        r"\{(\w+)\}",
+        lambda name: str(example[name[1]]) if name[1] in example else name[0],
+        argument,
+    )
