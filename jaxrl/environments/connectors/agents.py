@@ -76,8 +76,8 @@ async def _awaited(awaitable: Any) -> Any:
 
 def _filled(argument: str, example: Mapping[str, Any]) -> str:
     """Replaces names of columns in one pass: a value that holds one stays as it is."""
-    return re.sub(
-        r"\{(\w+)\}",
-        lambda name: str(example[name[1]]) if name[1] in example else name[0],
-        argument,
-    )
+
+    def value(name: re.Match[str]) -> str:
+        return str(example[name[1]]) if name[1] in example else name[0]
+
+    return re.sub(r"\{(\w+)\}", value, argument)
