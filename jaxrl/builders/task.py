@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jaxrl.builders.prompts import load_prompts
 from jaxrl.config.training import Config
 from jaxrl.data import Example, Prompts, Tokenizer, read_rows
-from jaxrl.environments import Reward, Tool, load_rewards, load_tools
+from jaxrl.environments import RewardTerm, Tool, load_tools
+from jaxrl.fleet.rewards import reward_loader
 from jaxrl.huggingface import Checkpoint
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
@@ -21,10 +22,10 @@ class TaskData(NamedTuple):
     tools: Mapping[str, Tool]  # of the environment, by name
     prompts: Prompts  # the training prompts
     held_out: Prompts | None  # the evaluation prompts; None without any
-    rewards: Sequence[Reward]  # the reward functions
+    rewards: Sequence[RewardTerm]  # the reward functions
     # Weight of each part of the reward: the functions by name, then MODEL, then ENVIRONMENT.
     weights: Mapping[str, float]
-    judge: Reward | None = None  # the function of judge.path, which nothing trains on
+    judge: RewardTerm | None = None  # the function of judge.path, which nothing trains on
 
 
 def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> TaskData:
@@ -34,7 +35,7 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
       ValueError: for a tokenizer, data, tools or rewards that cannot be used; it names the key.
     """
     c, tools = config.reward, load_tools(config.environment.tools)
-    tokenizer = policy.tokenizer
+    tokenizer, load_rewards = policy.tokenizer, reward_loader()
     prompts, held_out = Prompts((), 0), None
     load = functools.partial(load_prompts, config.data, tokenizer, tools=tools.values())
     if "train" in splits:

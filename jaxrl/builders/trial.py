@@ -8,7 +8,13 @@ import numpy as np
 from jaxrl.builders.task import TaskData
 from jaxrl.config.training import Config
 from jaxrl.data import Example
-from jaxrl.environments import EpisodeRunner, LockstepScheduler, Reward, environment_reward, score
+from jaxrl.environments import (
+    EpisodeRunner,
+    LockstepScheduler,
+    RewardTerm,
+    environment_reward,
+    score,
+)
 from jaxrl.sampling import Completion, Sampler, SamplingParams, Turn
 
 _SHOWN = 40  # characters of a completion
@@ -19,7 +25,7 @@ def try_task(
     task: TaskData,
     runner: EpisodeRunner | None,
     *,
-    rewards: Sequence[Reward],
+    rewards: Sequence[RewardTerm],
     params: SamplingParams,
 ) -> list[str]:
     """Scores two completions of the first row, its reference answer and "", with each of `rewards`
@@ -43,7 +49,7 @@ def try_task(
     return lines
 
 
-def _try_reward(config: Config, term: Reward, example: Example, *, texts: Sequence[str]) -> str:
+def _try_reward(config: Config, term: RewardTerm, example: Example, *, texts: Sequence[str]) -> str:
     scored = [score([term], [text], [example]) for text in texts]
     failures = [one.first_failure for one in scored if one.first_failure is not None]
     if len(failures) == len(texts) > 1 and term.weight:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from jaxrl.commands import options, outcome
 from jaxrl.commands.paths import find_inputs
 from jaxrl.config.training import Config
+from jaxrl.fleet.membership import membership
 
 if TYPE_CHECKING:
     from jaxrl.train import Result
@@ -27,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 3 after a pause and 4 after a stop by an alarm."""
     config, given = options.parse_arguments(parser(), Config, argv)
     config = find_inputs(config)
+    if config.fleet.engine is not None and membership() is None:
+        from jaxrl.fleet.launch import launch
+
+        return launch(config, argv)
 
     from jaxrl.builders.layout import prepare_devices  # these take seconds, so after --help
     from jaxrl.train import train

@@ -10,6 +10,7 @@ from jaxrl.config.alarms import AlarmsConfig
 from jaxrl.config.critic import CriticConfig
 from jaxrl.config.data import DataConfig
 from jaxrl.config.environment import EnvironmentConfig
+from jaxrl.config.fleet import FleetConfig
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.judge import JudgeConfig
 from jaxrl.config.mesh import MeshConfig, OwnMeshConfig
@@ -52,6 +53,7 @@ class Config(RunConfig):
     reference_mesh: OwnMeshConfig = OwnMeshConfig()
     reward_mesh: OwnMeshConfig = OwnMeshConfig()
     hosts: HostsConfig = HostsConfig()
+    fleet: FleetConfig = FleetConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     probe: ProbeConfig = ProbeConfig()
@@ -144,6 +146,7 @@ class Config(RunConfig):
         yield from _fixed_sums(self)
         yield from _alarms(self)
         yield from _own_meshes(self)
+        yield from self.fleet.conflicts(self.sampler, self.hosts)
 
 
 def _own_meshes(c: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ from .episodes.single_turn import (
 )
 from .episodes.tool_chat import ToolChat as ToolChat
 from .gateway.session import Endpoint as Endpoint
+from .isolation.calls import use_processors as use_processors
 from .isolation.sandbox import (
     ProgramResult as ProgramResult,
     SandboxError as SandboxError,
@@ -50,6 +51,7 @@ from .rewards.numbers import final_number as final_number
 from .rewards.score import (
     Reward as Reward,
     RewardScores as RewardScores,
+    RewardTerm as RewardTerm,
     load_rewards as load_rewards,
     score as score,
     with_component as with_component,

@@ -28,6 +28,7 @@ _FREE = (
     "eval.",
     "data.eval_",
     "alarms.",
+    "fleet.",
     "hosts.",
     "judge.",
     "probe.",

@@ -20,6 +20,13 @@ _USES_PROCESSES = "_jaxrl_uses_processes"
 _free = threading.BoundedSemaphore(_PROCESSORS)
 
 
+def use_processors(count: int) -> None:
+    """Sets how many of the machine's processors this program's calls may hold at a time; by default
+    all. Call it before the first call."""
+    global _PROCESSORS, _free
+    _PROCESSORS, _free = count, threading.BoundedSemaphore(count)
+
+
 class Deadline:
     """The time left for a call; waiting for a processor does not count."""
 

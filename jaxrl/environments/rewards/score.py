@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,13 +19,53 @@ from jaxrl.environments.rewards.batches import RewardFn, is_batched
 _LARGEST = 1e30  # the learner computes in f32
 
 
+class RewardTerm(Protocol):
+    """One term of the reward: a `Reward`, or one whose function another process calls."""
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics and messages."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Its factor in the sum."""
+        ...
+
+    @property
+    def takes_all(self) -> bool:
+        """True if its function takes all completions at once."""
+        ...
+
+    def apply(
+        self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
+    ) -> Sequence[float | str]:
+        """Returns the value of each completion, without the weight, or the text of its failure."""
+        ...
+
+
 class Reward(NamedTuple):
-    """One term of the reward."""
+    """One term of the reward, whose function this process calls."""
 
     name: str  # for metrics and messages
     function: RewardFn  # (completion, example) -> number, or marked by `batched`
     weight: float  # its factor in the sum
     timeout: float = 60.0  # seconds per call
+
+    @property
+    def takes_all(self) -> bool:
+        """True if its function takes all completions at once."""
+        return is_batched(self.function)
+
+    def apply(
+        self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
+    ) -> list[float | str]:
+        """Returns the value of each completion, without the weight, or the text of its failure.
+        Each call gets its own copy of the example."""
+        return [
+            value if isinstance(value, float) else describe(value, function=self.function)
+            for value in _apply(self, completions, examples)
+        ]
 
 
 class RewardScores(NamedTuple):
@@ -71,7 +111,7 @@ def _check_signature(function: RewardFn, *, named: str) -> None:
 
 
 def score(
-    terms: Sequence[Reward], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
+    terms: Sequence[RewardTerm], completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
 ) -> RewardScores:
     """Applies every reward function to every completion.
 
@@ -82,13 +122,12 @@ def score(
     scores = RewardScores(np.zeros(len(completions)), {}, {}, None)
     for term in terms:
         values, failure = np.full(len(completions), np.nan), None
-        for i, value in enumerate(_apply(term, completions, examples)):
+        for i, value in enumerate(term.apply(completions, examples)):
             if isinstance(value, float):
                 values[i] = value
             else:
                 failure = failure or (
-                    f"reward {term.name} failed on completion {completions[i][:80]!r}: "
-                    f"{describe(value, function=term.function)}"
+                    f"reward {term.name} failed on completion {completions[i][:80]!r}: {value}"
                 )
         scores = with_component(
             scores, term.name, values=values, weight=term.weight, failure=failure

@@ -10,14 +10,7 @@ from jaxrl.bridge import ControlError
 from jaxrl.builders.task import ENVIRONMENT, MODEL
 from jaxrl.core import Rollout
 from jaxrl.data import Example
-from jaxrl.environments import (
-    environment_reward,
-    episode_metrics,
-    is_batched,
-    last_turn,
-    score,
-    with_component,
-)
+from jaxrl.environments import environment_reward, episode_metrics, last_turn, score, with_component
 from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.timing import Numbers
 
@@ -25,8 +18,7 @@ from jaxrl.training.timing import Numbers
 def scores_by_group(source: RolloutSource) -> bool:
     """Tells if groups can be scored while others are sampled: not if a reward function takes all
     completions at once, nor with a reward model, which needs the devices."""
-    functions = (reward.function for reward in source.task.rewards)
-    return source.reward_model is None and not any(map(is_batched, functions))
+    return source.reward_model is None and not any(r.takes_all for r in source.task.rewards)
 
 
 def score_rollouts(

@@ -1,0 +1,109 @@
+"""A process of a run on a cluster's node, started and watched by an actor of Ray."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# Variables of the command's shell that mean the same on every host. Others belong to a host.
+_SHARED = ("JAX", "XLA_", "LIBTPU_", "NCCL_", "HF_", "VLLM_", "WANDB_", "AWS_", "AZURE_", "GOOGLE_")
+_ALSO = ("PYTHONPATH", "OMP_NUM_THREADS", "XDG_CONFIG_HOME")
+_NOT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # the fleet's own numbers
+# Ray sets this one for each actor, to its CPUs.
+_OF_RAY = ("OMP_NUM_THREADS",)
+
+
+class Place(NamedTuple):
+    """A node, as an actor on it sees it."""
+
+    node: str  # Ray's id
+    ip: str
+    order: int  # its number in a TPU slice; 0 elsewhere
+    port: int  # one that nobody listens at
+
+
+def shared_variables() -> dict[str, str]:
+    """Returns the variables of this process that its parts on other hosts take over."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_SHARED) or name in _ALSO) and name not in _NOT
+    }
+
+
+class Child:
+    """An actor with one process of this environment's Python. The process ends with the actor."""
+
+    def __init__(self, directory: str, variables: Mapping[str, str]) -> None:
+        """`directory` is where the process runs, `variables` are added to the actor's own."""
+        self._directory, self._variables = directory, dict(variables)
+        self._process: asyncio.subprocess.Process | None = None
+        self._spoken = asyncio.Event()
+
+    async def place(self) -> Place:
+        """Returns the node; raises FileNotFoundError if it lacks the working directory."""
+        import ray
+
+        if not Path(self._directory).is_dir():
+            raise FileNotFoundError(
+                f"{self._directory} does not exist on {socket.gethostname()}; all nodes need the "
+                "working directory, the inputs and run_dir on shared storage"
+            )
+        context = ray.get_runtime_context()
+        order = str(context.get_node_labels().get("ray.io/tpu-worker-id", "0"))
+        with socket.socket() as one:
+            one.bind(("", 0))
+            port = one.getsockname()[1]
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), int(order), port)
+
+    async def run(self, arguments: Sequence[str], log: str) -> int:
+        """Runs `python -m jaxrl ARGUMENTS` to its end; returns its status, -N after signal N. What
+        it writes is appended to LOG.log (standard error) and LOG.out (standard output)."""
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{log}.log", "ab") as file, open(f"{log}.out", "ab", buffering=0) as out:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "jaxrl", *arguments),
+                cwd=self._directory,
+                env=self._environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=_ending_with_parent(),
+            )
+            assert self._process.stdout is not None
+            while chunk := await self._process.stdout.read(1 << 16):
+                out.write(chunk)
+                self._spoken.set()
+            return await self._process.wait()
+
+    async def spoken(self) -> None:
+        """Waits until the process writes to standard output."""
+        await self._spoken.wait()
+
+    async def send(self, signum: int) -> None:
+        """Sends the process a signal; does nothing once it has ended."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    def _environment(self) -> dict[str, str]:
+        own = {k: v for k, v in os.environ.items() if k not in _OF_RAY}
+        return own | self._variables
+
+
+def _ending_with_parent() -> Callable[[], None]:
+    """Returns a function for the new process, after which it is killed when its parent ends."""
+    library = ctypes.CDLL(None)
+
+    def ask() -> None:
+        library.prctl(_END_WITH_PARENT, signal.SIGKILL)
+
+    return ask

@@ -1,0 +1,75 @@
+"""Events of a fleet, in run_dir/fleet.jsonl, and the output of a part as it grows."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+FILE = "fleet.jsonl"
+_POLL = 0.2  # seconds between two looks at a file
+
+
+class Events:
+    """Writes and shows what happens to the parts of a fleet."""
+
+    def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
+        """`directory` is the run's, `note` shows a line to the user."""
+        self._path, self.note = directory / FILE, note
+
+    def write(self, part: str, event: str, **more: Any) -> None:
+        """Records an event of a part, such as "server 0"."""
+        entry = {"time": round(time.time(), 3), "part": part, "event": event} | more
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def summary(entries: Sequence[dict[str, Any]]) -> str | None:
+    """Describes the last fleet of a run by its events, such as "fleet: 2 learner hosts, 2 servers
+    (1 down), 4 workers; 1 restart"; None without a fleet."""
+    starts = [i for i, entry in enumerate(entries) if entry["event"] == "asked"]
+    if not starts:
+        return None
+    begun = entries[starts[-1]]
+    down, restarts = set[str](), 0
+    for entry in entries[starts[-1] :]:
+        if entry["event"] == "died":
+            down.add(entry["part"])
+            restarts += 1
+        elif entry["event"] in ("ready", "started"):
+            down.discard(entry["part"])
+    lost = f"; down: {', '.join(sorted(down))}" if down else ""
+    plural = "s" * (restarts != 1)
+    return f"fleet: {begun['text']}; {restarts} death{plural}{lost}"
+
+
+@contextmanager
+def followed(path: Path, stream: TextIO) -> Iterator[None]:
+    """Copies what is appended to a file to a stream, for the block and what it leaves behind."""
+    start = path.stat().st_size if path.exists() else 0
+    over = threading.Event()
+
+    def copy() -> None:
+        place = start
+        while True:
+            last = over.wait(_POLL)
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(place)
+                    found = file.read()
+                place += len(found)
+                if found:
+                    stream.write(found.decode(errors="replace"))
+                    stream.flush()
+            if last:
+                return
+
+    thread = threading.Thread(target=copy, name=f"follows {path.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)
