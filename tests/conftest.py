@@ -91,6 +91,7 @@ WHOLE = {
     "test_engine.py",
     "test_examples.py",
     "test_faces.py",
+    "test_fleet.py",
     "test_forgeries.py",
     "test_fork.py",
     "test_hosts.py",
@@ -126,6 +127,7 @@ WHOLE = {
     "test_vllm_commands.py",
     "test_vllm_server.py",
     "test_vllm_store.py",
+    "test_workers.py",
 }
 
 

@@ -1,6 +1,6 @@
-"""Shows the reward, KL, gradient norm, tokens/s, time left and alarms of a run as it
-trains. It reads the run's directory, on the same machine, a shared file system or in a bucket.
-Ctrl-C stops this command, not the run.
+"""Shows the reward, KL, gradient norm, tokens/s, time left, alarms and fleet of a run
+as it trains. It reads the run's directory, on the same machine, a shared file system or in a
+bucket. Ctrl-C stops this command, not the run.
 
   jaxrl watch runs/latest
   jaxrl watch runs/latest --once"""
@@ -10,7 +10,7 @@ import functools
 import math
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.text import Text
 from jaxrl.commands import options
 from jaxrl.commands.paths import config_of
 from jaxrl.commands.report import collect
+from jaxrl.fleet.events import FILE as FLEET_FILE, parse_event, summary as fleet_summary
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
 from jaxrl.tracking.tracker import parse_entry
 from jaxrl.training import copies
@@ -51,27 +52,33 @@ def main(argv: Sequence[str]) -> int:
     find = functools.partial(copies.copy_of, given.run, kind="watch", want=_watched)
     console, run = Console(), find()
     metrics = Tail(run / "metrics.jsonl")
+    fleet = Tail(run / FLEET_FILE, parse=parse_event)
+
+    def shown() -> RenderableType:
+        run, parts = render(find(), metrics), fleet_summary(fleet.read())
+        return run if parts is None else Group(run, Text(parts, style="dim"))
+
     if given.once:
-        console.print(render(run, metrics))
+        console.print(shown())
         return 0
     try:
-        with Live(render(run, metrics), console=console, auto_refresh=False) as live:
+        with Live(shown(), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(given.every)
-                live.update(render(find(), metrics), refresh=True)
+                live.update(shown(), refresh=True)
     except KeyboardInterrupt:
         return 0
 
 
 def _watched(paths: Iterable[str]) -> Iterable[str]:
-    return {"metrics.jsonl", "config.toml"} & set(paths)
+    return {"metrics.jsonl", "config.toml", FLEET_FILE} & set(paths)
 
 
 class Tail:
     """Entries of a JSON-lines file that another program appends to or replaces."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any]] = parse_entry) -> None:
+        self._path, self._parse = path, parse
         self._forget()
 
     def _forget(self) -> None:
@@ -102,7 +109,7 @@ class Tail:
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         try:
-            return parse_entry(line)
+            return self._parse(line)
         except (ValueError, RecursionError) as error:
             number = len(self._entries) + 1
             raise ValueError(f"{self._path}:{number}: not an entry: {error}") from None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.fleet import Resources
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _OBJECTS = 256 << 20  # bytes of the object store of a cluster that is started here
 
 
@@ -43,23 +44,35 @@ def connect(*, namespace: str, address: str | None = None) -> Cluster:
       ModuleNotFoundError: without Ray.
     """
     ray = import_ray()
-    named, started = address or os.environ.get("RAY_ADDRESS"), False
-    quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
-    with _own_signals():
-        try:
-            ray.init(address=named or "auto", **quiet)
-        except Exception as error:
-            if named or not isinstance(error, ConnectionError):
-                raise RuntimeError(
-                    f"the Ray cluster at {named or 'this machine'} cannot be reached: {error}; "
-                    "start it (ray start --head), or unset RAY_ADDRESS: the run then starts one on "
-                    "this machine"
-                ) from error
-            started = True
+    started = not running(namespace=namespace, address=address)
+    if started:
+        with _own_signals():
             ray.init(
-                address="local", include_dashboard=False, object_store_memory=_OBJECTS, **quiet
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=_OBJECTS,
+                **_QUIET,
             )
     return Cluster(str(ray.get_runtime_context().gcs_address), started)
+
+
+def running(*, namespace: str, address: str | None = None) -> bool:
+    """Connects this process to a running cluster, as `connect`; returns False if none runs on this
+    machine and no other is named. Raises as `connect`."""
+    ray = import_ray()
+    named = address or os.environ.get("RAY_ADDRESS")
+    try:
+        with _own_signals():
+            ray.init(address=named or "auto", namespace=namespace, **_QUIET)
+    except Exception as error:
+        if named is None and isinstance(error, ConnectionError):
+            return False
+        raise RuntimeError(
+            f"the Ray cluster at {named or 'this machine'} cannot be reached: {error}; start it "
+            "(ray start --head), or unset RAY_ADDRESS: the run then starts one on this machine"
+        ) from error
+    return True
 
 
 @contextlib.contextmanager

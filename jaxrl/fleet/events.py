@@ -26,6 +26,14 @@ class Events:
             file.write(json.dumps(entry) + "\n")
 
 
+def parse_event(line: bytes) -> dict[str, Any]:
+    """Reads a line of the file; raises ValueError for one that is no event."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or not {"part", "event"} <= entry.keys():
+        raise ValueError("expected an object with a part and an event")
+    return entry
+
+
 def summary(entries: Sequence[dict[str, Any]]) -> str | None:
     """Describes the last fleet of a run by its events, such as "fleet: 2 learner hosts, 2 servers
     (1 down), 4 workers; 1 restart"; None without a fleet."""
@@ -42,7 +50,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str | None:
             down.discard(entry["part"])
     lost = f"; down: {', '.join(sorted(down))}" if down else ""
     plural = "s" * (restarts != 1)
-    return f"fleet: {begun['text']}; {restarts} death{plural}{lost}"
+    return f"fleet: {begun.get('text')}; {restarts} death{plural}{lost}"
 
 
 @contextmanager

@@ -5,6 +5,9 @@
   jaxrl plan configs/qwen3_8b.toml --topology cpu:8 --mesh.fsdp 8
   jaxrl plan configs/qwen3_8b.toml --estimate --rollout-seconds 60 --train-seconds 40
 
+With fleet.engine, and neither --topology nor --estimate, it says what the fleet will ask for and
+whether the cluster has it.
+
 It reads the model's config.json, but neither weights, data nor reward functions: data.path and
 reward.path are optional. TPU topologies (v5e, v5p, v6e, tpu7x) need libtpu: pip install 'jax[tpu]'.
 GPUs (a100, h100, h200, b200) need jax-cuda12-plugin and nvidia-cudnn-cu12. Both work without the
@@ -66,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; the exit status is 5 if the run does not fit."""
     made = parser()
     config, given = options.parse_arguments(made, PlanConfig, argv)
-    if (given.topology is None) != given.estimate:
+    fleet = config.fleet.engine is not None and given.topology is None and not given.estimate
+    if not fleet and (given.topology is None) != given.estimate:
         made.error("give either --topology or --estimate")
     if (given.rollout_seconds is None) != (given.train_seconds is None):
         made.error("--rollout-seconds and --train-seconds go together")
@@ -76,6 +80,12 @@ def main(argv: Sequence[str]) -> int:
         number = getattr(given, name)
         if number is not None and not 0 < number < math.inf:
             made.error(f"--{name.replace('_', '-')} {number:g}: expected a positive number")
+    if fleet:
+        from jaxrl.fleet.plan import fleet_plan
+
+        plan = fleet_plan(config.fleet)
+        print(plan.text)
+        return 0 if plan.fits else DOES_NOT_FIT
     config, link = fetch_models(config, files=hub.CONFIGS), given.link * 1e9
 
     if given.estimate:

@@ -1,0 +1,115 @@
+"""Rewards in workers, on a real Ray of three nodes."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+import ray
+from ray.cluster_utils import Cluster
+
+from jaxrl.environments.rewards.score import load_rewards, score
+from jaxrl.fleet.engine import connect
+from jaxrl.fleet.membership import Membership
+from jaxrl.fleet.worker import Worker
+from jaxrl.fleet.workers import Workers, worker_name
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default::ResourceWarning")]
+
+REWARDS = """
+import os, time
+from jaxrl.environments import batched
+
+def length(text, row):
+    if text == "raise":
+        raise KeyError(row["answer"])
+    if text == "slow":
+        time.sleep(9)
+    if text == "nan":
+        return float("nan")
+    return len(text) / 7 + row["answer"]
+
+async def later(text, row):
+    return len(text)
+
+@batched
+def rank(texts, rows):
+    return [sorted(texts).index(text) for text in texts]
+
+def deadly(text, row):
+    if text == "die":
+        os._exit(1)
+    return len(text)
+
+def costly(text, row):
+    time.sleep(.5)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory) -> Iterator[Workers]:
+    """Two workers, on nodes of their own."""
+    directory = tmp_path_factory.mktemp("workers")
+    (directory / "rewards.py").write_text(REWARDS)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, resources={"worker": 1})
+    try:
+        found = connect(namespace="test", address=cluster.address)
+        made = [
+            ray.remote(Worker)
+            .options(name=worker_name(i), max_restarts=-1, resources={"worker": 1})
+            .remote(str(directory), [], processors=1)
+            for i in range(2)
+        ]
+        yield Workers(Membership(found.address, "test", len(made)))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def both(workers, names, tmp_path_factory, *, timeout=5.0, texts, rows):
+    paths = [f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:{n}" for n in names]
+    there = workers.load_rewards(paths, timeout=timeout)
+    here = load_rewards(paths, timeout=timeout)
+    return score(there, texts, rows), score(here, texts, rows)
+
+
+def test_scores_equal_those_of_this_process(workers, tmp_path_factory):
+    texts = ["a", "raise", "bb", "nan", "ccc", "slow", *("d" * i for i in range(20))]
+    rows = [{"answer": i} for i in range(len(texts))]
+    names = ["length", "later", "rank"]
+    there, here = both(workers, names, tmp_path_factory, timeout=1.0, texts=texts, rows=rows)
+    np.testing.assert_array_equal(there.total, here.total)
+    assert there.failures == here.failures == {"length": 3, "later": 0, "rank": 0}
+    for name, values in here.components.items():
+        np.testing.assert_array_equal(there.components[name], values)
+    assert there.first_failure == here.first_failure
+    assert "rewards.py" in (there.first_failure or "")
+
+
+def test_completion_that_ends_its_worker_fails_alone(workers, tmp_path_factory):
+    path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:deadly"
+    texts = ["a", "die", "bb", *("d" * i for i in range(20))]
+    scored = score(workers.load_rewards([path]), texts, [{}] * len(texts))
+    assert "each of 4 workers died" in (scored.first_failure or "")
+    wanted = [np.nan if text == "die" else len(text) for text in texts]
+    np.testing.assert_array_equal(scored.total, wanted)
+
+
+def test_costly_rewards_run_side_by_side(workers, tmp_path_factory):
+    path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:costly"
+    terms = workers.load_rewards([path])
+    score(terms, ["a"] * 2, [{}] * 2)  # both have loaded it
+    since = time.monotonic()
+    assert score(terms, ["a"] * 8, [{}] * 8).total.sum() == 8
+    assert time.monotonic() - since < 3.5  # one process sleeps for 4 s
+
+
+def test_function_that_cannot_be_loaded_is_named(workers, tmp_path_factory):
+    path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:lenght"
+    with pytest.raises(ValueError, match=r"reward.path = .*did you mean length\?"):
+        workers.load_rewards([path])
