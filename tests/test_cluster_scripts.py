@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,9 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxrl.commands import options, train
+from jaxrl.config.fleet import FleetConfig
+from jaxrl.config.training import Config
+from jaxrl.fleet.request import lacking, requests
+from tests.locks import pins
+
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "scripts" / "cluster"
-SHELL = [CLUSTER / "slurm.sbatch", CLUSTER / "tpu_vm.sh"]
+SHELL = [CLUSTER / name for name in ("slurm.sbatch", "slurm_ray.sbatch", "tpu_vm.sh")]
 # Writes its arguments, one JSON list a line.
 STAND_IN = """#!/usr/bin/env python3
 import json, os, sys
@@ -97,3 +104,67 @@ def test_job_set_has_one_pod_per_host():
     each = container["resources"]["limits"]["google.com/tpu"]
     assert inner["parallelism"] == inner["completions"] == chips // each
     assert container["args"][-2:] == ["--hosts.coordinator", "auto"]
+
+
+def fleet_of(command: str) -> FleetConfig:
+    """The [fleet] of a `jaxrl train` command, as its own parser reads it."""
+    argv = shlex.split(command.replace("\\\n", " "))
+    argv = argv[argv.index("train") + 2 :]
+    given = ["--model.path=m", "--data.path=d.jsonl", "--reward.path=exact_match"]
+    given += ["--sampler.name=vllm"] * ("--fleet.servers" in argv)
+    return options.parse_arguments(train.parser(), Config, [*given, *argv]).config.fleet
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "rayjob_tpu.yaml"])
+def test_ray_job_has_what_the_fleet_asks_for(name):
+    spec = yaml.safe_load((CLUSTER / name).read_text())["spec"]
+    fleet, cluster = fleet_of(spec["entrypoint"]), spec["rayClusterSpec"]
+    assert fleet.engine == "ray"
+    assert cluster["rayVersion"] == pins("requirements-dev.txt", "3.12.0")["ray"]
+    nodes = []
+    head = cluster["headGroupSpec"]
+    for group in (head, *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        cpus = group["rayStartParams"].get("num-cpus", limits.get("cpu", 0))
+        node = {"CPU": float(cpus), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+        count = group.get("replicas", 1) * group.get("numOfHosts", 1)
+        nodes += [node] * count
+        if "google.com/tpu" in limits:
+            topology = group["template"]["spec"]["nodeSelector"][
+                "cloud.google.com/gke-tpu-topology"
+            ]
+            assert fleet.learner_slice == f"v6e:{topology}"
+            chips = eval(topology.replace("x", "*"))
+            assert count == chips // int(limits["google.com/tpu"])
+    assert lacking(requests(fleet), nodes) == []
+
+
+def test_sky_task_asks_for_its_own_nodes():
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+    line = next(
+        part for part in task["run"].replace("\\\n", " ").splitlines() if "jaxrl train" in part
+    )
+    fleet = fleet_of(line)
+    assert fleet.learners == task["num_nodes"]
+    assert f"GPU={task['resources']['accelerators'].partition(':')[2]}" in fleet.learner_resources
+
+
+def test_slurm_ray_starts_a_node_each_and_one_command(run, tmp_path):
+    """With stand-ins for Ray and jaxrl, too."""
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    for name in ("ray", "jaxrl"):
+        (venv / name).write_text(STAND_IN)
+        (venv / name).chmod(0o755)
+    os.environ["VENV"] = str(venv.parent)
+    try:
+        calls = run(CLUSTER / "slurm_ray.sbatch", "my config.toml", "--fleet.workers", "32")
+    finally:
+        del os.environ["VENV"]
+    (started,) = [call for call in calls if call[0] == "--ntasks-per-node=1"]
+    assert "start --head" in started[-1]
+    (command,) = [call for call in calls if call[0] == "train"]
+    assert command[1:4] == ["my config.toml", "--fleet.workers", "32"]
+    assert command[4:6] == ["--fleet.engine", "ray"]

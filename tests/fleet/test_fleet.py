@@ -112,13 +112,11 @@ def test_run_with_deaths_equals_the_run_without_a_fleet(tmp_path, in_cluster, ca
     for ours, theirs in zip(*rows, strict=True):
         for name in ("reward", "loss", "grad_norm"):
             assert ours[name] == theirs[name]
-    models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in rows_of()]
-    for key, array in models[1].items():
-        np.testing.assert_array_equal(models[0][key], array, err_msg=key)
-
-
-def rows_of() -> tuple[str, str]:
-    return "fleet", "alone"
+    ours, theirs = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("fleet", "alone")
+    )
+    for key, array in theirs.items():
+        np.testing.assert_array_equal(ours[key], array, err_msg=key)
 
 
 def test_two_hosts_train_one_model(tmp_path, in_cluster):

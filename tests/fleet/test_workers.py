@@ -1,5 +1,6 @@
 """Rewards in workers, on a real Ray of three nodes."""
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -62,7 +63,7 @@ def workers(tmp_path_factory) -> Iterator[Workers]:
         made = [
             ray.remote(Worker)
             .options(name=worker_name(i), max_restarts=-1, resources={"worker": 1})
-            .remote(str(directory), [], processors=1)
+            .remote(os.getcwd(), [], processors=1)
             for i in range(2)
         ]
         yield Workers(Membership(found.address, "test", len(made)))
