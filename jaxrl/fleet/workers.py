@@ -13,7 +13,7 @@ from jaxrl.fleet.worker import Loaded, Spec
 
 _PARTS = 4  # of the completions for each worker, so that a slow one holds up little
 _TRIES = 4  # deaths of workers by the same call
-_PATIENCE = 600.0  # seconds without any worker
+_PATIENCE = 300.0  # seconds without any worker
 _POLL = 1.0  # seconds between two looks at a worker that is away
 _SLACK = 60.0  # seconds beyond a call's own deadline before its worker is ended
 
@@ -67,7 +67,7 @@ class RemoteReward(NamedTuple):
         worker that scores it has failed.
 
         Raises:
-          RuntimeError: if no worker is there for ten minutes.
+          RuntimeError: if no worker is there for five minutes.
         """
         count = len(completions)
         parts = 1 if self.takes_all else min(count, _PARTS * self.workers.count)
@@ -101,6 +101,7 @@ class Workers:
         self._ray, self.count = import_ray(), fleet.workers
         if not self._ray.is_initialized():
             connect(namespace=fleet.namespace, address=fleet.address)
+        self.failure = "none is known"  # the last one of a worker
         self._lock = threading.Lock()
         self._idle: deque[Any] = deque()
         self._asked: dict[Any, Any] = {}  # workers that are away, by the answer that is waited for
@@ -130,7 +131,7 @@ class Workers:
         """Makes calls, one at a time on each worker; returns their results in order.
 
         Raises:
-          RuntimeError: if no worker is there for ten minutes.
+          RuntimeError: if no worker is there for five minutes.
         """
         with self._lock:
             return _Round(self._ray, self, calls).finish()
@@ -162,7 +163,8 @@ class Workers:
                 try:
                     self._ray.get(answer)
                     self.give(worker)
-                except self._ray.exceptions.RayActorError:
+                except self._ray.exceptions.RayActorError as error:
+                    self.failure = str(error)
                     self.lost(worker)
         return [answer for answer in ready if answer in running]
 
@@ -190,7 +192,7 @@ class _Round:
             elif time.monotonic() - alive > _PATIENCE:
                 raise RuntimeError(
                     f"none of the {self._workers.count} workers of the fleet has been there for "
-                    f"{_PATIENCE:.0f} s; see logs/ in the run's directory and `ray status`"
+                    f"{_PATIENCE:.0f} s; the last failure: {self._workers.failure:.1000}"
                 )
             for answer in self._workers.wait(list(self._running)):
                 self._end(answer)
