@@ -18,6 +18,8 @@ def import_ray() -> ModuleType:
     """Returns the module; raises ModuleNotFoundError, which names the extra, without it."""
     # A cluster that a run starts reports nothing to Ray's authors.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's coming default, whose announcement it would print: an actor that asks for no GPUs keeps
+    # those that are visible.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
