@@ -105,10 +105,9 @@ class _Fleet:
         self._servers = Servers(
             config, slots.get(SERVER, ()), directory=self._directory, events=events
         )
-        # One key for the servers and the learner, which may be on different nodes.
-        self._variables = shared_variables() | {
-            "JAXRL_API_KEY": given_key() or secrets.token_hex(16)
-        }
+        self._variables = shared_variables()
+        if config.fleet.servers:  # one key for them and the learner, perhaps on different nodes
+            self._variables["JAXRL_API_KEY"] = given_key() or secrets.token_hex(16)
 
     def run(self, cluster: Cluster, namespace: str) -> int:
         """Runs the learner to its end; returns the exit status."""
