@@ -59,7 +59,8 @@ def arguments(directory: Path, name: str, **changes) -> list[str]:
         "reward.path": f"{directory}/reward.py:early_letters",
         "train.steps": 4,
         "train.train_batch": 3,
-        "train.microbatch_tokens": 64,
+        "data.max_prompt_tokens": 24,
+        "train.microbatch_tokens": 128,
         "checkpoint.every": 1,
         "checkpoint.keep": 9,
     }
