@@ -8,7 +8,7 @@ VARIABLE = "JAXRL_FLEET"  # of a learner host, set by the fleet
 
 
 class Membership(NamedTuple):
-    """What a learner host knows about its fleet."""
+    """The facts about its fleet that a learner host knows."""
 
     address: str  # of the Ray cluster
     namespace: str  # of the fleet's actors

@@ -1,4 +1,4 @@
-"""What a fleet asks of a cluster, and what the cluster lacks."""
+"""The resources that a fleet asks of a cluster, and those that the cluster lacks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
