@@ -16,8 +16,10 @@ class Events:
     """Writes and shows what happens to the parts of a fleet."""
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
-        """`directory` is the run's, `note` shows a line to the user."""
+        """Begins the file anew; a killed fleet may have left half a line. `directory` is the run's,
+        `note` shows a line to the user."""
         self._path, self.note = directory / FILE, note
+        self._path.write_bytes(b"")
 
     def write(self, part: str, event: str, **more: Any) -> None:
         """Records an event of a part, such as "server 0"."""
@@ -37,20 +39,19 @@ def parse_event(line: bytes) -> dict[str, Any]:
 def summary(entries: Sequence[dict[str, Any]]) -> str | None:
     """Describes the last fleet of a run by its events, such as "fleet: 2 learner hosts, 2 servers
     (1 down), 4 workers; 1 restart"; None without a fleet."""
-    starts = [i for i, entry in enumerate(entries) if entry["event"] == "asked"]
-    if not starts:
+    begun = next((entry for entry in entries if entry["event"] == "asked"), None)
+    if begun is None:
         return None
-    begun = entries[starts[-1]]
-    down, restarts = set[str](), 0
-    for entry in entries[starts[-1] :]:
+    down, deaths = set[str](), 0
+    for entry in entries:
         if entry["event"] == "died":
             down.add(entry["part"])
-            restarts += 1
+            deaths += 1
         elif entry["event"] in ("ready", "started"):
             down.discard(entry["part"])
     lost = f"; down: {', '.join(sorted(down))}" if down else ""
-    plural = "s" * (restarts != 1)
-    return f"fleet: {begun.get('text')}; {restarts} death{plural}{lost}"
+    plural = "s" * (deaths != 1)
+    return f"fleet: {begun.get('text')}; {deaths} death{plural}{lost}"
 
 
 @contextmanager
