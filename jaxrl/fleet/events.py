@@ -37,8 +37,8 @@ def parse_event(line: bytes) -> dict[str, Any]:
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> str | None:
-    """Describes the last fleet of a run by its events, such as "fleet: 2 learner hosts, 2 servers
-    (1 down), 4 workers; 1 restart"; None without a fleet."""
+    """Describes the last fleet of a run by its events, such as "fleet: 2 servers (GPU 1 each); 1
+    death; down: server 0"; None without a fleet."""
     begun = next((entry for entry in entries if entry["event"] == "asked"), None)
     if begun is None:
         return None

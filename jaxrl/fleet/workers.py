@@ -12,18 +12,19 @@ from jaxrl.fleet.membership import Membership
 from jaxrl.fleet.worker import Loaded, Spec
 
 _PARTS = 4  # of the completions for each worker, so that a slow one holds up little
-_TRIES = 4  # deaths of workers by the same call
+_TRIES = 3  # deaths of workers by a call that cannot be divided
 _PATIENCE = 300.0  # seconds without any worker
 _POLL = 1.0  # seconds between two looks at a worker that is away
 _SLACK = 60.0  # seconds beyond a call's own deadline before its worker is ended
 
 
 class Call(NamedTuple):
-    """A call of a worker's method, and the seconds after which it counts as hung."""
+    """A call of a worker's method."""
 
     method: str
     arguments: tuple[Any, ...]
-    seconds: float
+    seconds: float  # after which it counts as hung
+    tries: int = _TRIES  # workers that it may end before it is given up
 
 
 class Died(NamedTuple):
@@ -90,7 +91,9 @@ class RemoteReward(NamedTuple):
     def _call(self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]) -> Call:
         rows = [dict(example) for example in examples]
         seconds = _SLACK + self.spec.timeout * (1 if self.takes_all else max(1, len(rows)))
-        return Call("apply", (self.spec, self.index, list(completions), rows), seconds)
+        # One of several completions may be to blame, and each is then tried alone.
+        tries = _TRIES if self.takes_all or len(rows) == 1 else 1
+        return Call("apply", (self.spec, self.index, list(completions), rows), seconds, tries)
 
 
 class Workers:
@@ -225,7 +228,7 @@ class _Round:
 
     def _count_death(self, index: int, how: str) -> None:
         self._deaths[index] += 1
-        if self._deaths[index] < _TRIES:
+        if self._deaths[index] < (tries := self._calls[index].tries):
             self._waiting.append(index)
         else:
-            self._found[index] = Died(f"each of {_TRIES} workers {how}")
+            self._found[index] = Died(f"each of {tries} workers {how}")
