@@ -11,14 +11,9 @@ pytest.importorskip("ray")
 import ray
 from ray.cluster_utils import Cluster
 
-from jaxrl.config.fleet import FleetConfig
 from jaxrl.environments.rewards.score import load_rewards, score
-from jaxrl.fleet.child import Child
-from jaxrl.fleet.engine import Cluster as Cluster_, connect
+from jaxrl.fleet.engine import connect
 from jaxrl.fleet.membership import Membership
-from jaxrl.fleet.placement import UnplacedError, reserved
-from jaxrl.fleet.request import LEARNER
-from jaxrl.fleet.signals import Signals
 from jaxrl.fleet.worker import Worker
 from jaxrl.fleet.workers import Workers, worker_name
 
@@ -118,36 +113,6 @@ def test_costly_rewards_run_side_by_side(workers, tmp_path_factory):
     since = time.monotonic()
     assert score(terms, ["a"] * 8, [{}] * 8).total.sum() == 8
     assert time.monotonic() - since < 3.5  # one process sleeps for 4 s
-
-
-def test_slice_is_reserved_by_its_topology(workers, cluster):
-    """Two simulated hosts of a slice, with the labels and resources that Ray finds on TPUs."""
-    for i in range(2):
-        head = {"TPU-v4-16-head": 1} if i == 0 else {}
-        cluster.add_node(
-            num_cpus=1,
-            resources={"TPU": 4} | head,
-            labels={
-                "ray.io/tpu-slice-name": "mine",
-                "ray.io/tpu-worker-id": str(i),
-                "ray.io/tpu-pod-type": "v4-16",
-            },
-        )
-    config, found = FleetConfig(learner_slice="v4:2x2x2", wait=30), Cluster_("", False)
-    with reserved(config, found, signals=Signals(), note=print) as slots:
-        assert [slot.resources for slot in slots[LEARNER]] == [{"CPU": 1, "TPU": 4}] * 2
-        made = [slot.actor(Child).remote(os.getcwd(), {}) for slot in slots[LEARNER]]
-        places = ray.get([actor.place.remote() for actor in made])
-        assert sorted(place.order for place in places) == [0, 1]
-        for actor in made:
-            ray.kill(actor)
-    with (
-        pytest.raises(UnplacedError, match=r"learner_slice = 'v4:2x2x4' cannot be placed"),
-        reserved(
-            FleetConfig(learner_slice="v4:2x2x4", wait=1), found, signals=Signals(), note=print
-        ),
-    ):
-        pass
 
 
 def test_function_that_cannot_be_loaded_is_named(workers, tmp_path_factory):
