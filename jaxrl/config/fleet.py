@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
+from jaxrl.config.bucket import is_bucket
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.section import Seconds, Section, Texts
@@ -98,10 +99,17 @@ class FleetConfig(Section):
                 "out"
             )
 
-    def conflicts(self, sampler: SamplerConfig, hosts: HostsConfig) -> Iterator[str]:
+    def conflicts(
+        self, sampler: SamplerConfig, hosts: HostsConfig, *, run_dir: str
+    ) -> Iterator[str]:
         """Yields one line for each contradiction with other tables, with the fix."""
         if self.engine is None:
             return
+        if is_bucket(run_dir):
+            yield (
+                f"run_dir = {run_dir!r} and fleet.engine, whose hosts write to the same directory; "
+                "give one on storage that they share"
+            )
         if self.servers and sampler.name != "vllm":
             yield (
                 f"fleet.servers = {self.servers} and sampler.name = {sampler.name!r}, which uses "

@@ -146,7 +146,7 @@ class Config(RunConfig):
         yield from _fixed_sums(self)
         yield from _alarms(self)
         yield from _own_meshes(self)
-        yield from self.fleet.conflicts(self.sampler, self.hosts)
+        yield from self.fleet.conflicts(self.sampler, self.hosts, run_dir=self.run_dir)
 
 
 def _own_meshes(c: Config) -> Iterator[str]:

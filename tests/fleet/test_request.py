@@ -43,6 +43,7 @@ def test_resources_in_another_form_are_refused(texts):
         ({"fleet.learners": 2, "fleet.learner_slice": "v6e:4x4"}, "leave fleet.learners out"),
         ({"fleet.learner_slice": "v6e-16"}, "expected GENERATION:TOPOLOGY"),
         ({"hosts.coordinator": "auto"}, "leave hosts.coordinator out"),
+        ({"run_dir": "s3://bucket/run"}, "run_dir = 's3://bucket/run' and fleet.engine"),
     ],
 )
 def test_contradictions_name_the_fix(tmp_path, keys, text):
