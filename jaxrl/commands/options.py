@@ -84,10 +84,23 @@ def plain_parser(
         prog=f"jaxrl {name}",
         usage=usage and f"jaxrl {name} {usage}",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=add_help,
     )
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Names an option's value once, as Python 3.13 does: `-h, --help [TABLE ...]`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
 
 
 def parse_arguments(

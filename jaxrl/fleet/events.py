@@ -47,7 +47,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str | None:
         if entry["event"] == "died":
             down.add(entry["part"])
             deaths += 1
-        elif entry["event"] in ("ready", "started"):
+        elif entry["event"] == ("ready" if entry["part"].startswith("server") else "started"):
             down.discard(entry["part"])
     lost = f"; down: {', '.join(sorted(down))}" if down else ""
     plural = "s" * (deaths != 1)

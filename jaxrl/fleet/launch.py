@@ -116,19 +116,25 @@ class _Fleet:
         try:
             for start in range(c.restarts + 1):
                 gang = self._run_gang(self._variables | member.variables())
-                died = gang.died()
+                died = gang.died() or self._without_servers(gang)
                 if died is None or self._signals.received:
                     return self._status(gang)
                 again = f"restart {start + 1} of {c.restarts}, from the last checkpoint"
                 self._events.note(f"{died}; {again}" if start < c.restarts else died)
             raise RuntimeError(
-                f"{died}, and so did one at each of {c.restarts + 1} starts (fleet.restarts = "
-                f"{c.restarts}); see {self._logs}. The same command resumes the run"
+                f"{died}, and the learner ended so or alike at each of {c.restarts + 1} starts "
+                f"(fleet.restarts = {c.restarts}); see {self._logs}. The same command resumes it"
             )
         finally:
             self._servers.close()
             for worker in workers:
                 import_ray().kill(worker)
+
+    def _without_servers(self, gang: _Gang) -> str | None:
+        """Describes the end of a learner whose servers had all died; None for another end."""
+        if gang.status() == 1 and self._servers.lost():
+            return "the learner ended because no server was left"
+        return None
 
     def _status(self, gang: _Gang) -> int:
         status = gang.status()

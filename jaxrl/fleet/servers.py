@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxrl.huggingface import Checkpoint
 
 _LONGEST = 64.0  # seconds between two starts
 _HEALTHY = 120.0  # seconds of life after which a death counts as the first
+_NOTICED = 60.0  # seconds within which a learner that has lost all servers ends
 
 
 @dataclasses.dataclass
@@ -29,6 +31,8 @@ class _Server:
     place: Place | None = None  # of its first start, which its address names
     answer: Any = None  # of the call that is running: for the place, then for the process's end
     running: bool = False
+    spoken: Any = None  # of the call that ends when it is ready
+    ready: bool = False
     begun: float = 0.0
     due: float | None = None  # when it is started again
     failures: int = 0
@@ -49,6 +53,7 @@ class Servers:
         self._servers = [_Server(slot, i) for i, slot in enumerate(slots)]
         self._variables: dict[str, str] = {}
         self._remote = False  # some are on another node than the learner
+        self._back = -math.inf  # when one was ready again after all had been down
 
     def open(self, learner: Place, *, variables: Mapping[str, str], signals: Signals) -> list[str]:
         """Starts the servers beside a learner whose process 0 is at a place; returns the options
@@ -79,15 +84,25 @@ class Servers:
             if not server.running:
                 self._run(server)
         self._await(signals)
+        self._back = -math.inf
         return [*self._route(places), "--sampler.url", self._urls()]
 
     def answers(self) -> list[Any]:
         """The calls whose ends `look` wants to know."""
-        return [s.answer for s in self._servers if s.answer is not None]
+        found = [s.answer for s in self._servers]
+        found += [s.spoken for s in self._servers if not s.ready]
+        return [one for one in found if one is not None]
+
+    def lost(self) -> bool:
+        """Tells if no server is ready, or none was a short time ago."""
+        late = time.monotonic() - self._back > _NOTICED
+        return bool(self._servers) and not (late and any(s.ready for s in self._servers))
 
     def look(self, ready: Sequence[Any]) -> None:
         """Takes note of calls that have ended, and starts dead servers again when they are due."""
         for server in self._servers:
+            if server.spoken is not None and server.spoken in ready and not server.ready:
+                self._greet(server)
             if server.answer is not None and server.answer in ready:
                 self._advance(server)
             if server.due is not None and time.monotonic() >= server.due:
@@ -101,6 +116,7 @@ class Servers:
                 import_ray().kill(server.actor)
             server.actor, server.answer, server.due = None, None, None
             server.place, server.running = None, False
+            server.spoken, server.ready = None, False
 
     def _create(self, server: _Server) -> None:
         made = server.slot.actor(Child)
@@ -125,6 +141,7 @@ class Servers:
         log = self._directory / self._config.run_dir / "logs" / f"server-{server.index}"
         arguments = self._arguments(server.place, log=f"{log}.vllm.log")
         server.answer = server.actor.run.remote(arguments, str(log))
+        server.spoken = server.actor.spoken.remote()
         server.running, server.begun = True, time.monotonic()
         self._events.write(server.part, "started", url=self._url(server))
 
@@ -132,15 +149,27 @@ class Servers:
         """Waits until all servers have printed their addresses."""
         ray = import_ray()
         for server in self._servers:
-            spoken = server.actor.spoken.remote()
-            while not signals.wait([spoken], seconds=1.0):
+            while not signals.wait([server.spoken], seconds=1.0):
                 if ray.wait([server.answer], timeout=0)[0]:
                     log = self._directory / self._config.run_dir / "logs"
                     raise RuntimeError(
                         f"{server.part} of the fleet ended before it was ready; see "
                         f"{log}/server-{server.index}.log"
                     )
-            self._events.write(server.part, "ready", url=self._url(server))
+            if not server.ready:
+                self._greet(server)
+
+    def _greet(self, server: _Server) -> None:
+        """Takes note of a server that is ready, or has ended before it was."""
+        try:
+            import_ray().get(server.spoken)
+        except import_ray().exceptions.RayError:
+            server.spoken = None
+            return
+        if not any(one.ready for one in self._servers):
+            self._back = time.monotonic()
+        server.ready = True
+        self._events.write(server.part, "ready", url=self._url(server))
 
     def _advance(self, server: _Server) -> None:
         ray = import_ray()
@@ -169,6 +198,7 @@ class Servers:
         pause = min(2.0**server.failures, _LONGEST)
         server.failures += 1
         server.due, server.answer, server.running = time.monotonic() + pause, None, False
+        server.spoken, server.ready = None, False
         import_ray().kill(server.actor)
         self._events.write(server.part, "died", text=how)
         self._events.note(
@@ -187,7 +217,8 @@ class Servers:
     def _route(self, places: Sequence[Place]) -> list[str]:
         if not self._remote:
             self._events.note(
-                f"{len(places)} servers on the learner's node: weights go through shared memory"
+                f"{len(places)} server{'s' * (len(places) > 1)} on the learner's node: weights go "
+                "through shared memory"
             )
             return []
         store = (self._directory / self._config.run_dir / "store").resolve().as_uri()

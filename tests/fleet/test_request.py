@@ -1,11 +1,13 @@
 """What a fleet asks for, what a cluster lacks, and what a dead host means."""
 
+from unittest import mock
+
 import pytest
 
 from jaxrl.config import toml_file
 from jaxrl.config.fleet import FleetConfig, read_resources
 from jaxrl.config.training import Config
-from jaxrl.fleet import request
+from jaxrl.fleet import request, servers
 from jaxrl.fleet.events import summary
 from jaxrl.fleet.launch import _Gang
 from tests.run_config import run_config
@@ -75,4 +77,36 @@ def test_summary_counts_deaths_and_names_what_is_down():
     assert summary(entries) == "fleet: 2 servers; 0 deaths"
     entries += [{"part": f"server {i}", "event": "died"} for i in (0, 1)]
     entries += [{"part": "server 1", "event": "started"}]
+    assert summary(entries) == "fleet: 2 servers; 2 deaths; down: server 0, server 1"
+    entries += [{"part": "server 1", "event": "ready"}]
     assert summary(entries) == "fleet: 2 servers; 2 deaths; down: server 0"
+
+
+def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monkeypatch):
+    config, clock = run_config(tmp_path, **{"fleet.engine": "ray"}), [1000.0]
+    monkeypatch.setattr(servers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(servers, "import_ray", mock.MagicMock())
+    fleet = servers.Servers(config, [mock.MagicMock()] * 2, directory=tmp_path, events=Events())
+    first, second = fleet._servers
+    for one in (first, second):
+        one.place, one.ready = servers.Place("node", "10.0.0.1", 0, 1), True
+    assert not fleet.lost()
+    fleet._rest(first, "killed")
+    assert not fleet.lost()  # the other one serves
+    fleet._rest(second, "killed")
+    assert fleet.lost()
+    fleet._greet(second)
+    clock[0] += 30
+    assert fleet.lost()  # the learner may not have noticed that it is back
+    clock[0] += 40
+    assert not fleet.lost()
+    assert not servers.Servers(config, [], directory=tmp_path, events=Events()).lost()
+
+
+class Events:
+    """Forgets what happens."""
+
+    def write(self, *args, **fields):
+        pass
+
+    note = write
