@@ -159,6 +159,7 @@ def check_config(path: str, *options: str) -> str:
         ended, text = attempt("train", path, *options)
         # What only files and devices tell.
         known = ("data.", "the model ", ".jsonl", ".parquet", "data '", "devices", "products")
+        known += ("bytes names at most",)  # of the model's vocabulary
         assert ended == "started" or any(word in text for word in known), text
         return ended
     tables = {name.rpartition(".")[0] for name in KEYS} - {""}

@@ -1,17 +1,14 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxrl.commands import watch
 from jaxrl.commands.watch import Tail
-from jaxrl.tracking.tracker import JsonLines, read_metrics, write_lines
+from jaxrl.tracking.tracker import JsonLines, parse_entry, read_metrics, write_lines
 
 
-def test_lines_are_parsed_once(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    reading, parsed = Tail(path), []
+def test_lines_are_parsed_once(tmp_path):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    reading = Tail(path, parse=lambda line: parsed.append(line) or parse_entry(line))
     assert reading.read() == []
-    parse = watch.parse_entry
-    monkeypatch.setattr(watch, "parse_entry", lambda line: parsed.append(line) or parse(line))
     lines = JsonLines(path, start_step=0)
     for step in range(1, 4):
         lines.write(step, {"reward": step / 4})
