@@ -51,7 +51,8 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     (
         "py:class",
-        r"(jax|flax|numpy|optax|collections|pathlib|decimal|fractions|inspect|matplotlib|types)\..*",
+        r"(jax|flax|numpy|optax|collections|concurrent|pathlib|decimal|fractions|inspect|matplotlib"
+        r"|types)\..*",
     ),
     ("py:class", r"jaxrl\..*\.(E|R|Rows|T|Term|Tree|checkpoints\.State)"),  # type variables
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
