@@ -22,7 +22,11 @@ from tests.processes import XLA_FLAGS
 from tests.run_config import run_arguments
 from tests.training.small_runs import write_material
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default::ResourceWarning")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    # Ray forks, while jax may run in this process already; the child starts a program at once.
+    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
+]
 
 # Its first call ends the process that makes it, and leaves a mark.
 REWARD = """

@@ -17,7 +17,11 @@ from jaxrl.fleet.membership import Membership
 from jaxrl.fleet.worker import Worker
 from jaxrl.fleet.workers import Workers, worker_name
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default::ResourceWarning")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    # Ray forks, while jax may run in this process already; the child starts a program at once.
+    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
+]
 
 REWARDS = """
 import os, time
