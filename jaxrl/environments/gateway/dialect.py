@@ -89,6 +89,16 @@ def refuse(wrong: bool, message: str) -> None:
         raise RefusedError("invalid", message)
 
 
+def refuse_grammar(name: str, form: Any) -> None:
+    """Raises RefusedError for a format of the answer that is not plain text."""
+    kind = (form or {}).get("type", "text")
+    refuse(
+        kind != "text",
+        f"{name} {kind!r} is not supported: the policy is sampled without a grammar; leave it out "
+        "and parse the text, or use a tool",
+    )
+
+
 def read_text(content: Any, *, kinds: Sequence[str] = ("text",)) -> str:
     """Returns the text of a message's content, a text or parts; raises RefusedError for parts of
     another kind, such as images."""

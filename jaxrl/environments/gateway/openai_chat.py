@@ -17,6 +17,7 @@ from jaxrl.environments.gateway.dialect import (
     new_id,
     read_text,
     refuse,
+    refuse_grammar,
     stop_texts,
     tool_schema,
 )
@@ -29,12 +30,7 @@ def _read(body: Body) -> Request:
     refuse(body.get("n") not in (None, 1), "n above 1 is not supported; send several requests")
     refuse(bool(body.get("logprobs")), "logprobs are not supported; jaxrl records them itself")
     refuse(bool(body.get("functions")), "functions are not supported; send tools")
-    form = (body.get("response_format") or {}).get("type", "text")
-    refuse(
-        form != "text",
-        f"response_format {form!r} is not supported: the policy is sampled without a grammar; "
-        "leave it out and parse the text, or use a tool",
-    )
+    refuse_grammar("response_format", body.get("response_format"))
     tools = [_tool(tool) for tool in body.get("tools") or ()]
     return Request(
         model=body["model"],

@@ -17,6 +17,7 @@ from jaxrl.environments.gateway.dialect import (
     new_id,
     read_text,
     refuse,
+    refuse_grammar,
     tool_schema,
 )
 from jaxrl.environments.gateway.openai_chat import error
@@ -30,12 +31,7 @@ def _read(body: Body) -> Request:
         "previous_response_id and conversation are not supported; send the whole conversation",
     )
     refuse(body.get("prompt") is not None, "prompt is not supported; send its messages")
-    form = ((body.get("text") or {}).get("format") or {}).get("type", "text")
-    refuse(
-        form != "text",
-        f"text.format {form!r} is not supported: the policy is sampled without a grammar; leave it "
-        "out and parse the text, or use a tool",
-    )
+    refuse_grammar("text.format", (body.get("text") or {}).get("format"))
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     system = body.get("instructions")
