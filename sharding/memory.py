@@ -25,6 +25,7 @@ class Work(NamedTuple):
     written: float
     flops: float  # of its matrix products; those of kernels that XLA does not see are missing
     cycles: float  # as the compiler estimates them; 0 if it does not
+    shapes: tuple[tuple[int, ...], ...]  # of the arrays that it gets
 
 
 class MemoryTraffic(NamedTuple):
@@ -67,8 +68,10 @@ def program_work(text: str, *, trips: Sequence[int]) -> Iterator[Work]:
             flops = _flops(one, inside, program)
         cycles = re.search(r'"estimated_cycles":"(\d+)"', one.line)
         estimated = int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else 0
-        numbers = (times * number for number in (read, written, flops, estimated))
-        yield Work(one, name, times, *numbers)
+        given = (hlo.arrays(inside[name].shape) for name in one.operands if name in inside)
+        shapes = tuple(array.dimensions for found in given for array in found)
+        sizes = (times * read, times * written, times * flops, times * estimated)
+        yield Work(one, name, times, *sizes, shapes)
 
 
 def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTraffic:

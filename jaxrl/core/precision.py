@@ -42,8 +42,9 @@ LATENT = ("expanded", "sampler", "absorbed")  # forms of multi-head latent atten
 
 _Algorithm = jax.lax.DotAlgorithmPreset
 
-# How a product of f32 operands is computed, and the platforms that can. "exact" keeps every bit of
-# the operands: f32 units on CPU and GPU, six passes of bf16 parts on TPU.
+# How a product of f32 operands is computed, and the platforms with units for it. "exact" keeps
+# every bit of the operands: f32 units on CPU and GPU, six passes of bf16 parts on TPU. A CPU
+# emulates the others, see `models.products`.
 PRODUCTS: dict[str, tuple[Any, frozenset[str]]] = {
     "exact": (jax.lax.Precision.HIGHEST, frozenset({"cpu", "gpu", "tpu"})),
     "bf16x9": (_Algorithm.BF16_BF16_F32_X9, frozenset({"gpu"})),
@@ -304,7 +305,7 @@ def check_products(precision: Precision | str, platform: str, *, devices: int = 
     in a program over this number of devices; raises ValueError, with the remedy, if not."""
     precision = Precision.of(precision)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-    if platform not in PRODUCTS[precision.products][1]:
+    if platform not in PRODUCTS[precision.products][1] | {"cpu"}:
         able = ", ".join(name for name, (_, there) in PRODUCTS.items() if platform in there)
         raise ValueError(
             f"precision: products={precision.products} cannot be computed on platform "

@@ -74,13 +74,12 @@ def product(
     more = -length % (unit // math.gcd(rows // max(1, length), unit))
     if more:
         x = jnp.pad(x, [(0, more * (axis == free[-1])) for axis in range(x.ndim)])
-    dot = functools.partial(
+    multiply = functools.partial(
         lax.dot_general,
-        x.astype(precision.compute),
         dimension_numbers=(((contract[0],), (contract[1],)), (batch, batch)),
-        precision=precision.algorithm,
         preferred_element_type=result or precision.accumulate,
     )
+    dot = functools.partial(_multiplied, x.astype(precision.compute), by=multiply, as_in=precision)
     y = y.astype(precision.compute)
     last, width = y.ndim - 1, max(64, _SMALL // y.shape[contract[1]] // 64 * 64)
     if precision.sums == "fixed" and rows < 64 and contract[1] != last and width < y.shape[last]:
@@ -92,6 +91,38 @@ def product(
     else:
         z = dot(y)
     return lax.slice_in_dim(z, 0, length, axis=len(batch) + len(free) - 1) if more else z
+
+
+def _multiplied(x: jax.Array, y: jax.Array, *, by: Any, as_in: Precision) -> jax.Array:
+    """Multiplies in the way that `products` says. On CPU, which has no such units, f32 operands are
+    cut into the parts that the units would multiply. The parts are kept in f32, which holds their
+    products exactly; those of the smallest parts are added first."""
+    direct = functools.partial(by, precision=as_in.algorithm)
+    if as_in.algorithm is lax.Precision.HIGHEST:
+        return direct(x, y)
+    units, _, products = as_in.products.partition("x")
+    bits, (count, last) = {"bf16": 7, "tf32": 10}[units], _PARTS[products]
+
+    def emulated(x: jax.Array, y: jax.Array) -> jax.Array:
+        left, right = _parts(x, bits, count), _parts(y, bits, count)
+        places = [(i, j) for i in range(count) for j in range(count) if i + j <= last]
+        exact = functools.partial(by, precision=lax.Precision.HIGHEST)
+        terms = (exact(left[i], right[j]) for i, j in sorted(places, key=sum, reverse=True))
+        return functools.reduce(jnp.add, terms)
+
+    return lax.platform_dependent(x, y, cpu=emulated, default=direct)
+
+
+# Products of parts -> parts of an operand, and the largest sum of two parts' numbers.
+_PARTS = {"": (1, 0), "3": (2, 1), "6": (3, 2), "9": (3, 4)}
+
+
+def _parts(x: jax.Array, bits: int, count: int) -> list[jax.Array]:
+    found = []
+    for _ in range(count):
+        found.append(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits))
+        x = x - found[-1]
+    return found
 
 
 def _row_unit(rows: int, precision: Precision) -> int:

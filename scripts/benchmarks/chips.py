@@ -1,10 +1,8 @@
 """A program compiled for chips, read as text: estimated time and bytes moved, by cause.
 
-The compiler for TPUs writes `estimated_cycles` beside each instruction. It has none for Pallas
-kernels. Splash attention's bundles were counted in its final schedule (docs/results/chips.md);
-others take the time of their bytes at the chip's full bandwidth. The compiler for GPUs has no
-estimate: there an instruction takes the time of its products or of its bytes at full rate, the
-longer of the two.
+The compiler for TPUs writes `estimated_cycles` beside each instruction, but for Pallas kernels, see
+`jaxrl.commands.plan.kernels`. The compiler for GPUs has no estimate: there an instruction takes the
+time of its products or of its bytes at full rate, the longer of the two.
 """
 
 import collections
@@ -14,18 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxrl.commands.plan.chips import CHIPS
-from jaxrl.sharding import Work, hlo, program_work
-
-# Bundles of splash attention for 512 queries, 512 keys and one head: forward, gradient of queries,
-# of keys and values, of all three at once.
-_BUNDLES = {
-    "v5e": (1133, 1524, 1906, 2420),
-    "v5p": (1140, 1508, 1924, 2420),
-    "v6e": (981, 1182, 1409, 1648),
-    "tpu7x": (981, 1182, 1409, 1648),  # of v6e: not counted
-}
-_CORES = {"v5p": 2}
-_BLOCK, _AROUND = 512, 1.285  # the second: steps of the kernel around its blocks
+from jaxrl.commands.plan.kernels import is_splash, kernel_seconds
+from jaxrl.sharding import Work, program_work
 
 _COLLECTIVE = re.compile(r"^(all-|reduce-scatter|collective-|async-)")
 
@@ -52,7 +40,7 @@ def by_cause(
       heads: numbers of query and key heads on a device.
       head_dim: size of a head.
     """
-    sheet, computations, sources = CHIPS[chip], hlo.parse(text).computations, _sources(text)
+    sheet, sources = CHIPS[chip], _sources(text)
     size = f"({head_dim}|{head_dim // 2})"
     forms = (rf"[\[,]{n},(\d+,)?{size}\]|\[\d+,(\d+,)?{n}\]|\[\d+,{n},\d+\]" for n in heads)
     of_heads = re.compile("|".join(forms))
@@ -63,15 +51,8 @@ def by_cause(
             continue
         bound = max(work.flops / sheet.units["bf16"], moved / (sheet.memory_rate or math.inf))
         seconds = work.cycles / sheet.clock if sheet.clock else bound
-        if "tpu_custom_call" in one.line and "splash" in one.name:
-            shapes = [
-                array.dimensions
-                for name in one.operands
-                for array in hlo.arrays(computations[work.computation][name].shape)
-            ]
-            seconds = work.times * _splash(one, shapes, chip)
-        elif "tpu_custom_call" in one.line:
-            seconds = bound
+        if "tpu_custom_call" in one.line:
+            seconds = kernel_seconds(work, kind=chip)
         cause = _cause(work, sources(one.line), of_heads=of_heads)
         found[cause] += Cost(seconds, moved)
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
@@ -84,7 +65,7 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
         "logprobs" in source,
         "windowed_dot" in work.computation,
     )
-    if "__cudnn" in one.line or ("tpu_custom_call" in one.line and "splash" in one.name):
+    if "__cudnn" in one.line or is_splash(one):
         return "attention's kernels"
     if "tpu_custom_call" in one.line:
         return "norm, rope and order of heads"
@@ -107,21 +88,6 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
     if re.search(r"gated|silu", source):
         return "gated unit"
     return "norms of the stream" if "norm" in source else "other"
-
-
-def _splash(one: hlo.Instruction, shapes: Sequence[tuple[int, ...]], chip: str) -> float:
-    """Estimates the seconds of a call of splash attention, from the shapes of the arrays that it
-    reads; the largest are the queries, [B, H, T, head_dim], without B if it is 1."""
-    whole = ((1, *shape) if len(shape) == 3 else shape for shape in shapes)
-    queries = max((shape[:3] for shape in whole if len(shape) == 4), key=math.prod)
-    blocks = queries[2] / _BLOCK
-    blocks = queries[0] * queries[1] * blocks * (blocks + 1) / 2
-    forward, dq, dkv, fused = _BUNDLES[chip]
-    gradients = one.shape.count(f"{queries[2]},") if "dkv" in one.name else 0
-    bundles = dq if "_dq" in one.name else dkv if "dkv" in one.name else forward
-    if gradients > 2 and re.search(rf"\[\d+,\d+,{queries[1]},{queries[2]},", one.shape):
-        bundles = fused
-    return blocks * bundles * _AROUND / (CHIPS[chip].clock or math.inf) / _CORES.get(chip, 1)
 
 
 def _sources(text: str) -> Callable[[str], str]:

@@ -191,6 +191,48 @@ def test_lowered_products_name_their_algorithm(text, said):
             assert all(said in line for line in dots), (program, platform)
 
 
+@pytest.mark.parametrize(
+    ("products", "kept"),
+    [
+        ("bf16", 0.0039),
+        ("tf32", 4.9e-4),
+        ("bf16x3", 1.6e-5),
+        ("tf32x3", 2.4e-7),
+        ("bf16x6", 1.2e-7),
+        ("bf16x9", 1.2e-7),
+    ],
+)
+def test_a_cpu_multiplies_the_parts_of_operands(products, kept):
+    """One term a sum: each result against the parts in f64, which numpy rounds by whole numbers."""
+    x, y = (np.asarray(jax.random.normal(jax.random.key(i), (n, 1))) for i, n in ((0, 40), (1, 50)))
+    units, _, terms = products.partition("x")
+    count, last = {"": (1, 0), "3": (2, 1), "6": (3, 2), "9": (3, 4)}[terms]
+
+    def parts(a):
+        found = []
+        for _ in range(count):
+            words, low = a.view(np.uint32).astype(np.uint64), 16 if units == "bf16" else 13
+            even = (words >> low) & 1
+            cut = ((words + (1 << (low - 1)) - 1 + even) >> low) << low
+            found.append(cut.astype(np.uint32).view(np.float32))
+            a = a - found[-1]
+        return found
+
+    expected = sum(
+        np.float64(left) @ np.float64(right).T
+        for i, left in enumerate(parts(x))
+        for j, right in enumerate(parts(y))
+        if i + j <= last
+    )
+    precision = parse(f"fp32,products={products}")
+    check_products(precision, "cpu")
+    found = jit(partial(product, contract=(1, 1), precision=precision))(x, y)
+    np.testing.assert_allclose(found, expected, rtol=2e-7)
+    exact = np.float64(x) @ np.float64(y).T
+    error = np.max(np.abs(found - exact) / np.abs(exact))
+    assert kept / 4 < error < 2 * kept
+
+
 def test_products_that_the_partitioner_drops_are_refused():
     precision = parse("fp32,products=bf16x3")
     check_products(precision, "tpu")

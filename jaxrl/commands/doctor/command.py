@@ -6,11 +6,12 @@ or from a running server. Do not use a training run's server: MODEL replaces its
 --certify judges one precision and writes OUT/certificate.json, which `jaxrl train` holds a run with
 that directory to. The exit status is 3 if it does not pass. --attribute divides beta of one
 precision among the modules of the model. --budget finds the cheapest precision whose beta stays
-under a bound.
+under a bound; with --topology its costs are those of chips that are not here, see `jaxrl plan`.
 
   jaxrl doctor runs/quickstart/grpo/model --data.path runs/quickstart/held_out.jsonl
   jaxrl doctor MODEL --server http://127.0.0.1:8000 --precisions fp32,bf16_master
-  jaxrl doctor MODEL --certify --precisions bf16_master --out runs/mine"""
+  jaxrl doctor MODEL --certify --precisions bf16_master --out runs/mine
+  jaxrl doctor MODEL --budget 0.01 --topology v5p:1x1x1"""
 
 import argparse
 import functools
@@ -46,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="find the cheapest precision whose beta has at most this standard deviation",
     )
+    made.add_argument(
+        "--topology", help="with --budget: chips to compile steps for, such as v5p:1x1x1 or h100:1"
+    )
     return made
 
 
@@ -63,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
         raise toml_file.ConfigError(
             f"--budget {arguments.budget:g}: give nats above 0, such as .01"
         )
+    if arguments.topology is not None and arguments.budget is None:
+        raise toml_file.ConfigError("--topology: it is for --budget, whose costs it says")
     note = functools.partial(print, file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that servers stop
     if arguments.certify:
@@ -76,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.budget:
         from jaxrl.commands.doctor.budget import spend
 
-        return spend(config, bound=arguments.budget, note=note)
+        return spend(config, bound=arguments.budget, topology=arguments.topology, note=note)
     return _compare(config, note=note)
 
 

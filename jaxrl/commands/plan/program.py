@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
+from jaxrl.commands.plan.chips import TPUS
 from jaxrl.commands.plan.decoding import Decoding, needed_memory, plan_decoding
+from jaxrl.commands.plan.kernels import kernel_seconds
 from jaxrl.commands.plan.resident import ResidentMemory, on_one, resident_memory
 from jaxrl.commands.plan.step import PlannedStep, make_step
 from jaxrl.commands.plan.topology import Topology
@@ -47,6 +49,7 @@ class Program:
     # Sent by one step; empty without a program.
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
     work: tuple[Work, ...] = ()  # of each instruction; empty without a program
+    kernels: float = 0.0  # seconds of a TPU's Pallas kernels, which its compiler does not estimate
 
 
 def compile_step(config: Config, topology: Topology) -> Program:
@@ -102,6 +105,9 @@ def compile_step(config: Config, topology: Topology) -> Program:
     hlo = compiled.as_text() or ""
     # The numbers of microbatches and of chunks with scored tokens are known only at run time.
     trips = (microbatches, position_chunks(config.row_length))
+    work = tuple(program_work(hlo, trips=trips))
+    kind = topology.name.partition(":")[0]
+    kernels = sum(kernel_seconds(one, kind=kind) for one in work) if kind in TPUS else 0.0
     found: Any = compiled.memory_analysis()
     peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak += found.temp_size_in_bytes + found.generated_code_size_in_bytes
@@ -116,7 +122,8 @@ def compile_step(config: Config, topology: Topology) -> Program:
         seconds=seconds,
         hlo_bytes=len(hlo),
         traffic=collectives(hlo, trips=trips),
-        work=tuple(program_work(hlo, trips=trips)),
+        work=work,
+        kernels=kernels,
     )
 
 

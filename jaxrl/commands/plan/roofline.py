@@ -24,7 +24,8 @@ class Roofline:
     # Each instruction by itself, at the full rate of its products or of its bytes, whichever takes
     # longer. Products inside of kernels, which the program's text does not show, are at full rate.
     instructions: float | None
-    # The same with the compiler's own cycles of each instruction; None if it estimates none.
+    # The same with the compiler's own cycles of each instruction, and kernels by their schedule as
+    # far as it was counted; None if it estimates none.
     estimated: float | None
 
     @property
@@ -101,7 +102,8 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
         kernels = max(0.0, hidden) / found.rate
         instructions = sum(limits) + kernels
         if chip.clock is not None:
-            estimated = sum(one.cycles for one in program.work) / chip.clock + kernels
+            estimated = sum(one.cycles for one in program.work) / chip.clock
+            estimated += max(kernels, program.kernels)
     if chip.link_rate is not None and not program.rejected:
         links = sum(traffic.sent for traffic in program.traffic.values()) / chip.link_rate
     return Roofline(

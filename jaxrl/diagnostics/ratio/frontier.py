@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from jaxrl.core.precision import PRESETS, Precision, check_products, short_name
+from jaxrl.core.precision import PRESETS, PRODUCTS, Precision, check_products, short_name
 
 _STEPS = ("activations", "logits", "wire", "sampler")  # roles that are changed one at a time
+_WAYS = ("bf16x6", "bf16x3", "tf32x3", "tf32")  # of products of f32 operands
 
 
 class Choice(NamedTuple):
@@ -26,7 +27,8 @@ def candidates(platform: str, *, devices: int = 1) -> list[str]:
     for name, preset in PRESETS.items():
         narrow = short_name(preset.sampler)
         texts = [f"{name},{role}={dtype}" for role in _STEPS for dtype in ("f32", narrow)]
-        texts += [f"{name},products={way}" for way in ("bf16x6", "bf16x3", "tf32x3", "tf32")]
+        others = (way for way in _WAYS if platform in PRODUCTS[way][1])  # a CPU only emulates them
+        texts += [f"{name},products={way}" for way in others]
         for text in (name, *texts):
             try:
                 precision = Precision.parse(text)

@@ -1,0 +1,49 @@
+"""Time of the Pallas kernels in a TPU's program, for which its compiler has no estimate."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from jaxrl.commands.plan.chips import TPUS
+from jaxrl.sharding import Instruction, Work
+
+# Bundles of splash attention for 512 queries, 512 keys and one head: forward, gradient of queries,
+# of keys and values, of all three at once. Counted in its final schedule (docs/results/chips.md).
+_BUNDLES = {
+    "v5e": (1133, 1524, 1906, 2420),
+    "v5p": (1140, 1508, 1924, 2420),
+    "v6e": (981, 1182, 1409, 1648),
+    "tpu7x": (981, 1182, 1409, 1648),  # of v6e: not counted
+}
+_CORES = {"v5p": 2}
+_BLOCK, _AROUND = 512, 1.285  # the second: steps of the kernel around its blocks
+
+
+def is_splash(one: Instruction) -> bool:
+    """Tells if an instruction is a kernel of splash attention."""
+    return "tpu_custom_call" in one.line and "splash" in one.name
+
+
+def kernel_seconds(work: Work, *, kind: str) -> float:
+    """Estimates the seconds of an instruction that is a Pallas kernel, in all its executions; 0 for
+    any other. A kernel whose bundles were not counted takes the time of its bytes at full
+    bandwidth. `kind` is the TPU's name in `TPUS`."""
+    if is_splash(work.instruction):
+        return work.times * _splash(work.instruction, work.shapes, kind)
+    moved = (work.read + work.written) / (TPUS[kind].memory_rate or math.inf)
+    return moved if "tpu_custom_call" in work.instruction.line else 0.0
+
+
+def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> float:
+    """Estimates the seconds of a call of splash attention, from the shapes of the arrays that it
+    reads; the largest are the queries, [B, H, T, head_dim], without B if it is 1."""
+    whole = ((1, *shape) if len(shape) == 3 else shape for shape in shapes)
+    queries = max((shape[:3] for shape in whole if len(shape) == 4), key=math.prod)
+    blocks = queries[2] / _BLOCK
+    blocks = queries[0] * queries[1] * blocks * (blocks + 1) / 2
+    forward, dq, dkv, fused = _BUNDLES[kind]
+    gradients = one.shape.count(f"{queries[2]},") if "dkv" in one.name else 0
+    bundles = dq if "_dq" in one.name else dkv if "dkv" in one.name else forward
+    if gradients > 2 and re.search(rf"\[\d+,\d+,{queries[1]},{queries[2]},", one.shape):
+        bundles = fused
+    return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
