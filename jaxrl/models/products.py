@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
+from jaxrl.models import grouped
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
 OUTPUT = "product"
@@ -142,6 +143,7 @@ def grouped_product(
     contract: tuple[int, int],
     group: Axes = (0,),
     precision: Precision,
+    result: DType | None = None,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows of `x`, each by its own matrix.
 
@@ -153,9 +155,10 @@ def grouped_product(
       contract: the axis of `x` and the axis of `y` that are summed over.
       group: axes of `y` that count groups.
       precision: the dtype policy.
+      result: dtype of the result; None is `accumulate`, in which sums are in any case.
 
     Returns:
-      The products in `accumulate`; rows beyond the groups are undefined.
+      The products; rows beyond the groups are undefined.
 
     Raises:
       ValueError: if `precision.products` is not exact: XLA would ignore the algorithm.
@@ -181,7 +184,18 @@ def grouped_product(
     one_by_one = functools.partial(
         _grouped_on_cpu, contract=contract, group=group, precision=precision
     )
-    return lax.platform_dependent(x, y, sizes, cpu=one_by_one, default=ragged)
+    settings = grouped.Settings(precision, result or precision.accumulate)
+    kernel = functools.partial(grouped.by_groups, settings=settings)
+    if group:
+        kernel = functools.partial(grouped.by_rows, axis=contract[1], settings=settings)
+    return lax.platform_dependent(
+        x,
+        y,
+        sizes,
+        cpu=lambda *given: one_by_one(*given).astype(settings.result),
+        cuda=kernel,
+        default=lambda *given: ragged(*given).astype(settings.result),
+    )
 
 
 def _grouped_on_cpu(x, y, sizes, *, contract, group, precision):
@@ -325,15 +339,18 @@ def batched_matmul(
 
 def _grouped_forward(x, weights, sizes, precision):
     x = x.astype(precision.compute)
-    y = grouped_product(x, weights, sizes, contract=(1, 2), precision=precision)
-    return y.astype(precision.activations), (x, weights, sizes)
+    y = grouped_product(
+        x, weights, sizes, contract=(1, 2), precision=precision, result=precision.activations
+    )
+    return y, (x, weights, sizes)
 
 
 def _grouped_backward(precision, residuals, dy):
     x, weights, sizes = residuals
-    dx = grouped_product(dy, weights, sizes, contract=(1, 1), precision=precision)
-    dweights = grouped_product(dy, x, sizes, contract=(0, 0), group=(), precision=precision)
-    return dx.astype(precision.activations), dweights.astype(weights.dtype), None
+    product_of = functools.partial(grouped_product, sizes=sizes, precision=precision)
+    dx = product_of(dy, weights, contract=(1, 1), result=precision.activations)
+    dweights = product_of(dy, x, contract=(0, 0), group=(), result=weights.dtype)
+    return dx, dweights, None
 
 
 _grouped: Any = jax.custom_vjp(lambda *args: _grouped_forward(*args)[0], nondiff_argnums=(3,))

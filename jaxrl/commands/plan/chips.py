@@ -20,9 +20,6 @@ class Chip:
     memory_rate: float | None = None  # memory bandwidth in bytes per second
     link_rate: float | None = None  # bytes per second that it sends over all its links
     clock: float | None = None  # cycles per second of its matrix units at the rate in `units`
-    # XLA multiplies each token by its own experts alone. If not, a token has a copy for each of its
-    # experts, and every copy is multiplied by all experts and masked.
-    grouped: bool = True
 
 
 def _chip(
@@ -44,7 +41,7 @@ def _tpu(*, tflops: float, per_cycle: int, **sheet: Any) -> Chip:
 def _gpu(*, tflops: tuple[float, float, float], **sheet: Any) -> Chip:
     tensor, tf32, f32 = tflops
     rates = {"bf16": tensor, "f16": tensor, "tf32": tf32, "f32": f32}
-    return _chip(tflops=rates, grouped=False, **sheet)
+    return _chip(tflops=rates, **sheet)
 
 
 # https://cloud.google.com/tpu/docs, the pages v5e, v5p, v6e and tpu7x in November 2026. Memory is

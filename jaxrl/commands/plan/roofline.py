@@ -15,7 +15,7 @@ class Roofline:
 
     # FLOPs of a step: three times the forward pass, less the gradients of frozen weights.
     model_flops: float
-    # The same with recomputation in the backward pass, and with masked products of experts.
+    # The same with recomputation in the backward pass.
     run_flops: float
     products: Products | None  # how the chip computes them
     compute: float | None  # matrix products at the full rate of their units
@@ -74,11 +74,7 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     config, specs = program.step.model.config, program.step.model.specs
     rows = program.rows * program.microbatches
     sizes = {"rows": rows, "length": program.row_length}
-    forward, masked, frozen = forward_flops(config, specs, **sizes), 0.0, 0.0
-    if config.experts is not None and not chip.grouped:
-        every = config.experts.per_token * config.experts.count
-        more = dataclasses.replace(config.experts, per_token=every)
-        masked = forward_flops(dataclasses.replace(config, experts=more), specs, **sizes) - forward
+    forward, frozen = forward_flops(config, specs, **sizes), 0.0
     if isinstance(program.step.specs, lora.Adapted):  # frozen weights need no gradients
         tokens = rows * program.row_length
         forward += 2.0 * tokens * parameter_count(program.step.specs.adapters)
@@ -86,7 +82,6 @@ def roofline(program: Program, chip: Chip, *, remat: str) -> Roofline:
     recomputed = 1 if remat in ("layer", "attention") else 0
     mesh = program.step.layout.mesh
     run = forward * (3 + recomputed) - frozen
-    run += masked * (3 + recomputed - (frozen > 0))
     compute = memory = links = instructions = estimated = None
     found = products(program.step.config.precision, chip)
     if found is not None:

@@ -196,12 +196,6 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
             f"  products = {program.step.config.precision.products}: {found.products}, "
             f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
         )
-    experts = program.step.model.config.experts
-    if experts is not None and not topology.chip.grouped:
-        yield (
-            f"  experts: each token is multiplied by all {experts.count}, not only by its "
-            f"{experts.per_token}, and masked"
-        )
     yield _row("model FLOPs", f"{found.model_flops:.3g}")
     yield _row("FLOPs with recomputation", f"{found.run_flops:.3g}")
     for name, seconds in (

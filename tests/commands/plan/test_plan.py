@@ -296,21 +296,6 @@ def test_token_flops_count_router_and_chosen_experts():
     assert all_of_them - some == 2 * 10 * tiny.MOE.num_layers * left_out * 3 * matrix
 
 
-def test_masked_expert_products_are_counted(planned):
-    step = planned[2].step
-    specs = param_specs(tiny.MOE)
-    model = step.model._replace(config=tiny.MOE, specs=specs)
-    mixture = dataclasses.replace(planned[2], step=step._replace(model=model))
-    grouped = dataclasses.replace(CHIPS["h100"], grouped=True)
-    one, other = (roofline(mixture, c, remat="none") for c in (grouped, CHIPS["h100"]))
-    assert one.run_flops == one.model_flops == other.model_flops
-    # Each of a token's copies is multiplied with all experts instead of one.
-    experts, tokens = tiny.MOE.experts, mixture.rows * mixture.microbatches * mixture.row_length
-    matrices = 3 * tiny.MOE.num_layers * tiny.MOE.hidden_size * experts.intermediate_size
-    more = experts.per_token * (experts.count - 1) * matrices
-    assert other.run_flops - one.run_flops == 3 * 2 * tokens * more
-
-
 def test_program_size_is_independent_of_the_layers(planned, tmp_path, monkeypatch):
     lengths = []
 
