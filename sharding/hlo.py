@@ -78,7 +78,8 @@ def parse(text: str) -> Program:
     """Parses a compiled program (`Compiled.as_text`)."""
     entry, name = "", ""
     found: dict[str, dict[str, Instruction]] = {}
-    for line in text.splitlines():
+    # The attributes of a kernel may have lines of their own.
+    for line in re.sub(r'\n(?="|\}\})', " ", text).splitlines():
         if line and not line[0].isspace() and (header := _HEADER.match(line)):
             name = header[2]
             found[name] = {}

@@ -21,7 +21,14 @@ _BLOCK, _AROUND = 512, 1.285  # the second: steps of the kernel around its block
 
 def is_splash(one: Instruction) -> bool:
     """Tells if an instruction is a kernel of splash attention."""
-    return "tpu_custom_call" in one.line and "splash" in one.name
+    return "tpu_custom_call" in one.line and _splash_name(one) != ""
+
+
+def _splash_name(one: Instruction) -> str:
+    """Returns the kernel's own name, which the instruction has only outside of a loop over rows."""
+    operation = re.search(r'op_name="([^"]*)"', one.line)
+    names = re.findall(r"splash_m[hq]a_\w+", f"{operation[1] if operation else ''} {one.name}")
+    return names[-1] if names else ""
 
 
 def kernel_seconds(work: Work, *, kind: str) -> float:
@@ -42,8 +49,9 @@ def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> f
     blocks = queries[2] / _BLOCK
     blocks = queries[0] * queries[1] * blocks * (blocks + 1) / 2
     forward, dq, dkv, fused = _BUNDLES[kind]
-    gradients = one.shape.count(f"{queries[2]},") if "dkv" in one.name else 0
-    bundles = dq if "_dq" in one.name else dkv if "dkv" in one.name else forward
+    name = _splash_name(one)
+    gradients = one.shape.count(f"{queries[2]},") if "dkv" in name else 0
+    bundles = dq if "_dq" in name else dkv if "dkv" in name else forward
     if gradients > 2 and re.search(rf"\[\d+,\d+,{queries[1]},{queries[2]},", one.shape):
         bundles = fused
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
