@@ -10,7 +10,7 @@ from jaxrl import huggingface, models
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import DType, short_name
+from jaxrl.core import DType, Precision, short_name
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
 from jaxrl.sharding import Layout, place
@@ -68,9 +68,19 @@ def attention_note(config: Config | SupervisedConfig, model: Model, *, layout: L
     models.verify_kernel(kernel, layout=layout, config=model.config, precision=config.precision)
     first = layout.mesh.devices.flat[0]
     note = f"{layout.mesh.size} x {first.device_kind}, attention by {kernel}"
-    passes = config.precision.bf16_passes if first.platform == "tpu" else 1
-    cost = f"each product of {short_name(config.precision.compute)} is {passes} of bf16"
-    return f"{note}; {cost}" if passes > 1 else note
+    cost = tpu_cost(config.precision) if first.platform == "tpu" else None
+    return f"{note}; {cost}" if cost else note
+
+
+def tpu_cost(precision: Precision) -> str | None:
+    """Says what products of f16 or f32 cost on a TPU, whose units multiply bf16 alone, and where a
+    cheaper precision is found; None for policies of one pass."""
+    if (passes := precision.bf16_passes) <= 1:
+        return None
+    cost = f"each product of {short_name(precision.compute)} is {passes} of bf16"
+    if precision.compute == "float16":
+        cost += " (3.0 to 3.4 times the cycles), and splash takes no f16"
+    return f"{cost}; see jaxrl doctor MODEL --budget .01 --topology v5p:1x1x1"
 
 
 def load_model(

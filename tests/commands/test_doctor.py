@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
+from jaxrl.commands.doctor.compiled import learner_policy
 from jaxrl.commands.doctor.text import Measurement, recommend, table
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
+from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.diagnostics.ratio.split import LogRatio
 from tests import tiny
 
@@ -116,3 +118,19 @@ def test_cheapest_precision_under_a_bound(model, tmp_path, capsys):
     assert (tmp_path / "budget.png").stat().st_size > 1000
     assert main([*given, "-1"]) == 1
     assert "give nats above 0" in capsys.readouterr().err
+    assert main([*given, "1e-4", "--topology=cpu:8"]) == 1
+    assert "simulated devices have no rates" in capsys.readouterr().err
+    assert main([*given[:-1], "--topology=v5p:1x1x1"]) == 1
+    assert "--topology: it is for --budget" in capsys.readouterr().err
+
+
+def test_policies_with_one_learner_share_its_step():
+    shared = {
+        "fp32": ("phantom", "fp32,wire=bf16", "phantom,sampler=f32", "fp32,latent=sampler"),
+        "bf16_master": ("bf16_master,wire=f32", "bf16_master,sampler=f32,products=bf16x3"),
+    }
+    for first, others in shared.items():
+        expected = learner_policy(Precision.parse(first))
+        assert all(learner_policy(Precision.parse(text)) == expected for text in others)
+    apart = (*PRESETS, "fp32,products=bf16x3", "bf16_master,logits=bf16", "bf16_master,grads=bf16")
+    assert len({learner_policy(Precision.parse(text)) for text in apart}) == len(apart) - 1

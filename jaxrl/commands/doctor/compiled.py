@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxrl.builders.model import tpu_cost
+from jaxrl.commands.plan.chips import TPUS
 from jaxrl.commands.plan.command import PlanConfig
 from jaxrl.commands.plan.program import compile_step
 from jaxrl.commands.plan.roofline import roofline
@@ -37,6 +39,8 @@ def compiled_costs(
         groups.setdefault(learner_policy(precision), []).append(text)
     found = {}
     for number, (precision, texts) in enumerate(groups.items(), start=1):
+        if topology.name.partition(":")[0] in TPUS and (cost := tpu_cost(precision)):
+            note(f"{texts[0]}: {cost}")
         title = f"{topology.name}, step {number} of {len(groups)}: {', '.join(texts)}"
         note(f"{title}: compiling")
         try:

@@ -14,7 +14,7 @@ import optax
 from jaxrl.bridge import VllmServer, known_key
 from jaxrl.builders.certificate import certified_facts
 from jaxrl.builders.layout import make_layout, prepare_devices
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import load_model, tpu_cost
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
@@ -110,6 +110,10 @@ def examine(
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
         samples = sample(inputs, first, note=note, facts=facts)
         for name in names:
+            if inputs.layout.mesh.devices.flat[0].platform == "tpu" and (
+                cost := tpu_cost(precisions[name])
+            ):
+                note(f"{name}: {cost}")
             note(f"{name}: scoring" + (" and timing steps" if config.timed_steps else ""))
             measurements[name] = _measure(
                 inputs,

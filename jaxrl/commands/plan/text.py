@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping
 
+from jaxrl.builders.model import tpu_cost
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.commands.plan.chips import TPUS
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
@@ -196,6 +198,9 @@ def _time(topology: Topology, program: Program, found: Roofline) -> Iterator[str
             f"  products = {program.step.config.precision.products}: {found.products}, "
             f"{found.products.rate / 1e12:,.0f} TFLOP/s{others}"
         )
+        cost = tpu_cost(program.step.config.precision)
+        if cost and topology.name.partition(":")[0] in TPUS:
+            yield f"  {cost}"
     yield _row("model FLOPs", f"{found.model_flops:.3g}")
     yield _row("FLOPs with recomputation", f"{found.run_flops:.3g}")
     for name, seconds in (
