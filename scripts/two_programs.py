@@ -10,8 +10,8 @@ the standard deviation of the difference, its p99, the share of tokens that woul
 and the standard deviation of the policy's learner against the sampler in bf16.
 """
 
+import argparse
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,14 +85,18 @@ def reordered(params: Mapping[str, Any], specs: Specs, *, seed: int) -> Any:
 
 
 def main() -> None:
-    model, *prompts = sys.argv[1:] or [None]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", nargs="?", type=Path, help="directory of a model")
+    parser.add_argument("prompts", nargs="?", help="a .jsonl file")
+    given = parser.parse_args()
+    model = given.model
     with tempfile.TemporaryDirectory() as directory:
         if model is None:
             model = Path(directory, "model")
             make_arithmetic.write_model(model, dict(DEEP), seed=0)
         keys = {"model.path": model, "sampling.max_tokens": 64, "out": directory}
-        if prompts:
-            keys["data.path"] = prompts[0]
+        if given.prompts is not None:
+            keys["data.path"] = given.prompts
         texts = [(name, str(value)) for name, value in keys.items()]
         inputs = load_inputs(toml_file.load(DoctorConfig, overrides=texts))
         sampled = sample(inputs, Precision.parse("bf16_master"), note=lambda text: None)

@@ -6,7 +6,7 @@ python scripts/experiments/compile_products.py v5p:1x1x1 v6e:1x1 tpu7x:1x1x1
 Qwen3-8B: values come and go in `activations`, the weight in `compute`. Needs libtpu and no TPU.
 """
 
-import sys
+import argparse
 from typing import Any
 
 import jax
@@ -43,7 +43,9 @@ def cycles(precision: Precision, device: Any) -> float:
 
 
 def main() -> None:
-    devices = {name: open_topology(name).devices[0] for name in sys.argv[1:]}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("topologies", nargs="+", metavar="TOPOLOGY")
+    devices = {name: open_topology(name).devices[0] for name in parser.parse_args().topologies}
     print("| policy |", " | ".join(devices), "|")
     print("| --- |", " --- |" * len(devices))
     base: dict[str, float] = {}
