@@ -10,6 +10,11 @@ With --transport store it times the transfer over slow links into the shared mem
 load and resume follow there as in the other transport.
 
 python scripts/bench_bridge.py --transport store --bandwidth 1Gbit --hosts 3
+
+With --transport processes it times how a learner of two processes on this machine fetches its
+tensors: each process its share, and process 0 all.
+
+python scripts/bench_bridge.py --transport processes --models M --params f32
 """
 
 import argparse
@@ -17,7 +22,7 @@ import itertools
 import statistics
 from typing import Any
 
-from benchmarks import hosts
+from benchmarks import hosts, processes
 from benchmarks.publishing import MODELS, measure, measure_write
 from benchmarks.timing import options, write
 
@@ -31,14 +36,16 @@ def main() -> None:
         "--params", nargs="+", default=["bf16", "f32"], help="dtype of the learner's weights"
     )
     parser.add_argument("--wire", default="bf16", help="dtype of wire and server")
-    parser.add_argument("--transport", choices=["memory", "none", "store"], default="memory")
+    transports = ["memory", "none", "store", "processes"]
+    parser.add_argument("--transport", choices=transports, default="memory")
     parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
     parser.add_argument("--hosts", type=int, default=1)
     args = parser.parse_args()
     if args.transport == "store":
         through_store(args)
         return
-    timed = write_alone if args.transport == "none" else through_memory
+    ways = {"none": write_alone, "memory": through_memory, "processes": of_processes}
+    timed = ways[args.transport]
     for name, params in itertools.product(args.models, args.params):
         precision = Precision.parse(f"fp32,params={params},wire={args.wire},sampler={args.wire}")
         dtypes = {"params_dtype": precision.params, "wire": precision.wire}
@@ -59,6 +66,11 @@ def write_alone(name: str, **given: Any) -> dict[str, float]:
     nbytes, seconds = measure_write(name, **given)
     middle = {part: statistics.median(values) for part, values in seconds.items()}
     return {"MB": nbytes / 1e6, **middle, "write over copy": middle["copy"] / middle["write"]}
+
+
+def of_processes(name: str, **given: Any) -> dict[str, float]:
+    shares, alone = (statistics.median(seconds) for seconds in processes.measure(name, **given))
+    return {"each its share": shares, "process 0 all": alone}
 
 
 def through_memory(name: str, **given: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Sync(NamedTuple):
             lora.merge(params),
             self.weights.model.specs,
             dtype=self.weights.precision.wire,
-            share=(0, 1) if self.config.store is None else (self.hosts.index, self.hosts.count),
+            processes=1 if self.config.store is None else self.hosts.count,
         )
 
     def publisher(self, servers: Sequence[VllmServer]) -> SharedMemoryPublisher | StorePublisher:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from jaxrl import huggingface
 from jaxrl.bridge import manifest, payload, source
 from jaxrl.bridge.base import PoisonedError, RefusedError, UnavailableError
+from jaxrl.bridge.exchange import Form
 from jaxrl.bridge.manifest import ManifestError
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
@@ -70,7 +71,7 @@ def test_devices_of_a_mesh_send_nothing_to_each_other(config: DecoderConfig) -> 
     assert whole == assembled
     arrays = spec.flatten(spread)
     for path, part in spec.flatten(specs).items():
-        convert = source._converter(bool(part.stacked), part.transposed, BF16, None)
+        convert = source._converter(Form(bool(part.stacked), part.transposed, BF16))
         assert collectives(convert.lower(arrays[path], 0).compile().as_text() or "") == {}
 
 
