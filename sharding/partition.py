@@ -9,7 +9,7 @@ import jax
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.sharding.rules import MeshAxes, Rules
+from jaxrl.sharding.rules import MeshAxes, Rules, instead_of_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Layout:
         only rows and their tokens are (`rules.by_rows`)."""
         inner = (k for k, _ in self.rules.activations if k not in ("batch", "routed", "length"))
         return next(((k, self.axes(k)) for k in inner if self.axes(k)), None)
+
+    def whole_rows(self, *axes: str) -> "Layout":
+        """Returns the layout of activations that are cut along these logical axes instead of along
+        the tokens of a row."""
+        return Layout(self.mesh, instead_of_length(self.rules, axes=axes))
 
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Constrains the sharding of an activation inside a compiled function; free on one device.

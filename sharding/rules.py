@@ -80,6 +80,16 @@ def by_rows(rules: Rules) -> Rules:
     return Rules(parameters=rules.parameters, activations=_freeze({**whole, **cut}))
 
 
+def instead_of_length(rules: Rules, *, axes: Sequence[str]) -> Rules:
+    """Returns rules for activations of which each device has whole rows of tokens: the mesh axes
+    that cut them cut these logical axes too, after those that do already."""
+    activations = dict(rules.activations)
+    more = {axis: (*activations[axis], *activations["length"]) for axis in axes}
+    return Rules(
+        parameters=rules.parameters, activations=_freeze({**activations, "length": (), **more})
+    )
+
+
 def _changed(table: Mapping[str, MeshAxes], texts: Sequence[str]) -> dict[str, MeshAxes]:
     found: dict[str, MeshAxes] = {}
     for text in texts:
@@ -112,7 +122,7 @@ _CHANGES: dict[str, tuple[_Table, _Table]] = {  # of parameters, of activations
     "fsdp_tensor": ({**_FSDP, **_TENSOR}, _TENSOR),
     # Each device has some experts of every layer and sends tokens to the devices of their experts.
     "expert": ({**_FSDP, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH}),
-    # Long rows: tokens cut over devices, keys and values gathered for attention.
+    # Long rows: tokens cut over devices, heads for attention.
     "context": ({**_EMBED, **_TENSOR}, {**_TENSOR, **_LENGTH}),
     # Everything: with the other axes at size 1 it equals any of the above.
     "all": ({**_EMBED, **_TENSOR, **_EXPERTS}, {**_TENSOR, **_EXPERT_BATCH, **_LENGTH}),

@@ -114,7 +114,7 @@ def assert_close(a, b, *, rtol):
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.MOE),
         ("context", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.CONFIG),
         ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.MOE),
-        ("all", {"fsdp": 2, "context": 2, "tensor": 2}, tiny.GEMMA),
+        ("all", {"fsdp": 4, "context": 2}, tiny.GEMMA),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.OLMO),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.PHI),
         ("all", {"expert": 2, "context": 2, "tensor": 2}, tiny.GPT_OSS),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +18,16 @@ from jaxrl.models.attention.visible import Tree
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
+from jaxrl.sharding.traffic import collectives
 from tests import tiny
 
 FP32 = PRECISIONS["fp32"]
+SINKS = jnp.asarray([-1.0, 0.5, 2.0, 0.0])
 SCALE = 0.3  # of the scores, other than head_dim ** -0.5
 
 
 def layout(**sizes) -> Layout:
-    devices = None if sizes else jax.devices()[:1]
+    devices = jax.devices()[: math.prod(sizes.values())]
     return Layout(make_mesh(**sizes, devices=devices), PRESETS["all"])
 
 
@@ -70,16 +73,62 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"context": 8}, {"data": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "context": 4}]
+    "sizes",
+    [
+        {"context": 8},
+        {"data": 2, "context": 2, "tensor": 2},
+        {"fsdp": 2, "context": 4},
+        {"data": 2, "context": 2},  # two heads of keys: devices exchange tokens for heads
+    ],
 )
 def test_tokens_cut_over_devices_change_nothing(sizes):
     attend = kernels.by_kernel("xla", layout=layout(**sizes))
     assert_equal(results(attend, 64, 8), expected(64, 8))
 
 
-def test_a_window_reaches_over_devices():
-    attend = kernels.by_kernel("xla", layout=layout(fsdp=2, context=4))
-    assert_equal(results(attend, 64, 8, window=20), results(attention, 64, 8, window=20))
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2}])
+def test_a_window_reaches_over_devices(sizes):
+    attend = kernels.by_kernel("xla", layout=layout(**sizes))
+    form = {"window": 20, "sinks": SINKS, "cap": 0.7, "value_dim": 4}
+    assert_equal(results(attend, 64, 8, **form), results(attention, 64, 8, **form))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kv_heads", "sent"),
+    [
+        # What a device sends of queries, keys and values, and of the output and its gradients, for
+        # its rows: all but its own part of it.
+        ({"data": 2, "context": 2}, 2, 1 / 2),
+        ({"data": 2, "context": 2, "tensor": 2}, 4, 1 / 2),
+        ({"context": 4}, 4, 3 / 4),
+    ],
+)
+def test_devices_send_only_their_part_of_a_row(sizes, kv_heads, sent):
+    there, length, size = layout(**sizes), 64, 8
+    attend, parts = kernels.by_kernel("xla", layout=there), there.mesh.size
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, length, heads, size)), jnp.float32)
+        for heads in (2 * kv_heads, kv_heads, kv_heads)
+    )
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1), jnp.int32)
+    scoring = Scoring(None, SCALE)
+
+    def gradient(attend, *arrays):
+        def total(q, k, v):
+            return jnp.sum(jnp.sin(attend(q, k, v, segments, scoring=scoring, precision=FP32)))
+
+        return jax.grad(total, argnums=(0, 1, 2))(*arrays)
+
+    cuts = [there.batch(("batch", "length", heads)) for heads in ("q_heads", "kv_heads")]
+    given = (cuts[0], cuts[1], cuts[1])
+    step = jax.jit(functools.partial(gradient, attend), in_shardings=given, out_shardings=given)
+    assert_equal(step(q, k, v), jax.jit(functools.partial(gradient, attention))(q, k, v))
+    traffic = collectives(step.lower(q, k, v).compile().as_text() or "")
+    once = (2 * q.nbytes + k.nbytes + v.nbytes) / parts  # of the forward pass; q as the output
+    assert traffic["all-to-all"].sent == pytest.approx(2 * sent * once)
+    others = sum(one.sent for kind, one in traffic.items() if kind != "all-to-all")
+    assert others <= 2 * segments.nbytes
 
 
 def test_no_empty_array_enters_a_shard_map():
@@ -107,13 +156,12 @@ def test_splash_attention_with_one_kernel_for_all_gradients(sizes, monkeypatch):
     assert_equal(results(attend, 256, 128), expected(256, 128))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"data": 2, "context": 2, "tensor": 2}, {"data": 2, "context": 2}]
+)
 def test_splash_with_one_window(sizes):
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, 256, 128, window=20), results(attention, 256, 128, window=20))
-
-
-SINKS = jnp.asarray([-1.0, 0.5, 2.0, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -203,20 +203,30 @@ def _example(
 def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Attend:
     """Builds attention with a kernel, without checking that the devices support it.
 
-    Rows and heads are sharded as the rules say. Where the rules cut "length", every device keeps
-    its part of the queries and gathers the keys and values of the whole rows. In rows that share
-    prefixes, each device skips the blocks that its own rows do not see.
+    Rows and heads are sharded as the rules say. Where the rules cut "length", devices exchange
+    tokens for heads, so that each has whole rows of some heads (arXiv:2309.14509). If there are too
+    few heads of keys, every device keeps its part of the queries and gathers the keys and values of
+    the whole rows. In rows that share prefixes, each device skips the blocks that its own rows do
+    not see.
 
     The result raises ValueError if rows, tokens or heads do not divide over their devices, or if
     rows share prefixes and the kernel cannot compute them (`unshared_reason`). `interpret` runs
     splash attention's program without a TPU, slowly.
     """
+    over = layout.axes("length")
+    by_heads = layout.whole_rows("q_heads", "kv_heads")
 
     def on_mesh(q, k, v, segments, *, scoring, precision):
         shared = isinstance(segments, Tree)
         if shared and (reason := unshared_reason(kernel)) is not None:
             raise ValueError(f"rows share prefixes, but {reason}; pack them without")
-        whole = kernel == "xla" and layout.count("length") == 1
+        if over and k.shape[2] % by_heads.count("kv_heads") == 0:
+            move = functools.partial(_exchange, layout, by_heads)
+            q, k, v = move(q, "q_heads"), move(k, "kv_heads"), move(v, "kv_heads")
+            own = by_kernel(kernel, layout=by_heads, interpret=interpret)
+            out = own(q, k, v, segments, scoring=scoring, precision=precision)
+            return _exchange(by_heads, layout, out, "q_heads")
+        whole = kernel == "xla" and not over
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
             # XLA shards it over rows and heads itself.
             return attention(q, k, v, segments, scoring=scoring, precision=precision)
@@ -229,6 +239,25 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
         return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
     return on_mesh
+
+
+def _exchange(source: Layout, target: Layout, x: jax.Array, heads: str) -> jax.Array:
+    """Moves [B, T, H, hd] between a layout that cuts tokens and one that cuts these heads instead:
+    each device sends a part of what it has to each other one of its row."""
+    before, after = (one.batch(("batch", "length", heads)).spec for one in (source, target))
+    over = source.axes("length")
+    split, joined = (2, 1) if over else (1, 2)
+    move = functools.partial(
+        jax.lax.all_to_all,
+        axis_name=over or target.axes("length"),
+        split_axis=split,
+        concat_axis=joined,
+        tiled=True,
+    )
+    on_devices: Any = jax.shard_map(
+        move, mesh=source.mesh, in_specs=before, out_specs=after, check_vma=False
+    )
+    return on_devices(x)
 
 
 class _Given(NamedTuple):
