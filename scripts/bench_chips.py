@@ -18,10 +18,10 @@ from jaxrl.commands.plan.topology import open_topology
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--hlo", type=Path, help="keep the compiled program as text")
-    own.add_argument("--json", action="store_true", help="print the sums alone")
-    kept, rest = own.parse_known_args()
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--hlo", type=Path, help="keep the compiled program as text")
+    flags.add_argument("--json", action="store_true", help="print the sums alone")
+    kept, rest = flags.parse_known_args()
     config, given = options.parse_arguments(parser(), PlanConfig, rest)
     if given.topology is None or given.topology.partition(":")[0] not in CHIPS:
         sys.exit("--topology: expected chips such as v5p:2x2x2 or h100:1")
@@ -49,7 +49,10 @@ def main() -> None:
     if kept.hlo:
         kept.hlo.write_text(text, encoding="utf-8")
     rows = step.minibatch.batch.tokens.shape[0]
-    loops = (rows // config.microbatch_rows, position_chunks(config.row_length))
+    loops = (
+        rows // config.microbatch_rows,
+        position_chunks(config.row_length // config.mesh.row_shards),
+    )
     of_heads = (
         sizes.num_heads // layout.count("q_heads"),
         sizes.num_kv_heads // layout.count("kv_heads"),

@@ -9,6 +9,7 @@ from jax import lax
 from jaxrl.core.kept import among, decode
 from jaxrl.core.precision import Precision
 from jaxrl.models.logprobs import Head, whole_logits
+from jaxrl.models.slots import predicted
 
 _POSITIONS = 64  # of a row at once; logits exist for no others
 
@@ -40,7 +41,7 @@ def expected_logprobs(
     other = other._replace(hidden=lax.stop_gradient(other.hidden))
     length = mask.shape[1]
     size = min(_POSITIONS, length)
-    mask = mask.at[:, 0].set(False)
+    mask = predicted(mask)
     padding = -length % size
 
     def chunks(x: jax.Array) -> jax.Array:

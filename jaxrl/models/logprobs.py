@@ -20,9 +20,9 @@ from jax import lax
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
-from jaxrl.models.layers import Constrain, identity
 from jaxrl.models.products import matmul, product, summed_in, transposed_product
-from jaxrl.models.slots import Allowed, chunk_of, make_slots, put, take
+from jaxrl.models.row_parts import Rows
+from jaxrl.models.slots import Allowed, chunk_of, make_slots, predicted, put, take
 
 
 class Chunk(NamedTuple):
@@ -42,22 +42,14 @@ DEFAULT_CHUNK = Chunk()
 _GROUPED = ("batch", "chunk", "vocab", "embed")  # of the head's gradient, if rows have parts
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The division of a batch over devices. Where there are parts, the gradient of the head is
-    summed in each over all chunks, and over devices once, at the price of a whole f32[V, D]."""
-
-    parts: int = 1  # the rows of a batch are cut into
-    constrain: Constrain = identity
-
-
 class Head(NamedTuple):
     """The output layer."""
 
     weights: jax.Array  # [V, D], tied to the embedding or not
     cap: float | None = None  # soft cap of the logits, see `scores.soft_cap`
     temperature: float | jax.Array = 1.0  # divides the capped logits; no gradient flows to it
+    # Where there are parts, the gradient of the weights is summed in each over all chunks, and over
+    # devices once, at the price of a whole f32[V, D].
     rows: Rows = Rows()
 
 
@@ -173,6 +165,17 @@ class _Plan:
         return -(float(jnp.finfo(self.stats).max) ** 0.5)
 
     @property
+    def behind(self) -> int:
+        """Number of positions from a hidden state to the token that it scores."""
+        return int(self.rows.per_row == 1)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of `chunk_of`."""
+        compute = self.precision.compute
+        return {"size": self.positions, "behind": self.behind, "dtype": compute}
+
+    @property
     def chunk_size(self) -> int:
         return -(-self.vocab_size // self.vocab_chunks)
 
@@ -181,7 +184,8 @@ def _plan(
     length: int, head: Head, *, precision: Precision | str, chunk: Chunk, entropy: bool = False
 ) -> _Plan:
     precision = Precision.of(precision)
-    positions, vocab_size = _positions(length, chunk), len(head.weights)
+    positions = _positions(length // head.rows.per_row, chunk)
+    vocab_size = len(head.weights)
     if positions < 1 or chunk.vocab < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
     chunks = _vocab_chunks(vocab_size, chunk.vocab)
@@ -204,10 +208,15 @@ def _token_scores(
     if not isinstance(head.temperature, jax.core.Tracer) and not head.temperature > 0:
         raise ValueError(f"temperature={head.temperature} must be positive")
     temperature = lax.stop_gradient(jnp.asarray(head.temperature, plan.stats))
+    scored, rows = predicted(mask), head.rows
+    if rows.per_row > 1:
+        tokens, scored, kept = jax.tree.map(rows.divide, (tokens, scored, kept))
+        hidden = rows.before(hidden)
     slots = make_slots(
-        tokens, mask, positions=plan.positions, kept=kept, vocab_size=plan.vocab_size
+        tokens, scored, positions=plan.positions, kept=kept, vocab_size=plan.vocab_size
     )
-    return _scores(plan, hidden, head.weights, slots, temperature)
+    found = _scores(plan, hidden, head.weights, slots, temperature)
+    return jax.tree.map(rows.join, found) if rows.per_row > 1 else found
 
 
 def _vocab_chunks(vocab_size: int, most: int) -> int:
@@ -225,7 +234,7 @@ def _scores(plan, hidden, unembedding, slots, temperature):
 def _scores_forward(plan, hidden, unembedding, slots, temperature):
     """Returns (log-probs, entropy) and the residuals of the backward pass."""
     weights = _interleave(plan, unembedding)
-    sizes: Any = {"size": plan.positions, "dtype": plan.precision.compute}
+    sizes = plan.sizes
 
     def per_chunk(i, filled):
         h, target, allowed = chunk_of(hidden, slots, i, **sizes)
@@ -288,8 +297,7 @@ def _scores_backward(plan, residuals, cotangents):
     hidden, unembedding, slots, temperature, normaliser, entropy = residuals
     weights = _interleave(plan, unembedding)
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks
-    parts, constrain = plan.rows.parts, plan.rows.constrain
-    sizes: Any = {"size": plan.positions, "dtype": plan.precision.compute}
+    parts, constrain, sizes = plan.rows.parts, plan.rows.constrain, plan.sizes
     used = jnp.arange(slots.entry.shape[1])[None, :] < slots.count[:, None]
     by_logprob, by_entropy = (
         jnp.where(used, jnp.take_along_axis(g, slots.entry, axis=1), 0) / temperature
@@ -336,8 +344,11 @@ def _scores_backward(plan, residuals, cotangents):
     if parts > 1:
         d_weights = d_weights.astype(summed_in(plan.precision))
         d_weights = lax.reduce(d_weights, jnp.zeros((), d_weights.dtype), lax.add, (0,))
-    # The gradient of entry t belongs to position t - 1.
-    scored, slot = (jnp.roll(x, -1, axis=1)[:, :, None] for x in (slots.scored, slots.slot))
+    # The gradient of entry t belongs to an earlier position.
+    scored, slot = slots.scored, slots.slot
+    if plan.behind:
+        scored, slot = (jnp.roll(x, -plan.behind, axis=1) for x in (scored, slot))
+    scored, slot = scored[:, :, None], slot[:, :, None]
     d_hidden = jnp.where(scored, jnp.take_along_axis(d_hidden, slot, axis=1), 0)
     d_unembedding = _restore(plan, d_weights).astype(unembedding.dtype)
     return d_hidden, d_unembedding, None, jnp.zeros_like(temperature)

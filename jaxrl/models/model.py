@@ -29,10 +29,11 @@ from jaxrl.models.layers import (
     undivided,
 )
 from jaxrl.models.linear_attention import NOT_SHARED, recur_rows
-from jaxrl.models.logprobs import Head, Rows
+from jaxrl.models.logprobs import Head
 from jaxrl.models.lora import attach, axes_of, frozen, trainable
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
+from jaxrl.models.row_parts import Rows
 from jaxrl.models.spec import Params, Specs
 from jaxrl.sharding.partition import Layout
 
@@ -175,8 +176,7 @@ def decoder(
     found = Model(config, own.specs, hidden, unembedding, routed)
     if layout is None:
         return found
-    rows = Rows(layout.count("batch"), layout.constrain)
-    return found._replace(local=layout.local, gather=layout.gather, rows=rows)
+    return found._replace(local=layout.local, gather=layout.gather, rows=Rows(layout))
 
 
 class _Decoder(NamedTuple):

@@ -37,12 +37,19 @@ class SlotChunk(NamedTuple):
     allowed: Allowed | None  # [N, ...]
 
 
+def predicted(mask: jax.Array) -> jax.Array:
+    """Leaves the first token of each row out of a mask [B, T]: no token predicts it."""
+    # Not by `mask.at[:, 0].set(False)`, which XLA computes wrongly of a constant mask where tokens
+    # are cut over devices (docs/internals/xla.md).
+    return mask.astype(bool) & (jnp.arange(mask.shape[1]) > 0)[None, :]
+
+
 def make_slots(
-    tokens: jax.Array, mask: jax.Array, *, positions: int, kept: Kept | None, vocab_size: int
+    tokens: jax.Array, scored: jax.Array, *, positions: int, kept: Kept | None, vocab_size: int
 ) -> Slots:
-    """Compacts the tokens i32[B, T] in the mask; rows have a multiple of `positions` slots."""
+    """Compacts the tokens i32[B, T] in bool[B, T] `scored`; rows have a multiple of `positions`
+    slots."""
     # Per row, so that nothing moves between devices that hold different rows.
-    scored = mask.astype(bool).at[:, 0].set(False)
     count = jnp.sum(scored, axis=1, dtype=jnp.int32)
     padding = -tokens.shape[1] % positions
     entry = jnp.pad(jnp.argsort(~scored, axis=1, stable=True), ((0, 0), (0, padding)))
@@ -75,11 +82,11 @@ def put(array: jax.Array, values: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def chunk_of(
-    hidden: jax.Array, slots: Slots, i: jax.Array, *, size: int, dtype: DType
+    hidden: jax.Array, slots: Slots, i: jax.Array, *, size: int, behind: int, dtype: DType
 ) -> SlotChunk:
-    """Gathers chunk i of `size` slots a row, with the hidden states [B, T, D] before their tokens
-    in `dtype`."""
-    at = jnp.maximum(take(slots.entry, i, size=size) - 1, 0)
+    """Gathers chunk i of `size` slots a row, with the hidden states in `dtype` that score them: in
+    [B, T, D] they are `behind` their tokens."""
+    at = jnp.maximum(take(slots.entry, i, size=size) - behind, 0)
     used = i * size + jnp.arange(size)[None, :] < slots.count[:, None]
     h = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(dtype)
     # An unused slot reads a position outside the mask, which may hold any value.

@@ -10,7 +10,8 @@ from jax.test_util import check_grads
 
 from jaxrl.core.kept import Kept, encode, most_kept
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
-from jaxrl.models.logprobs import Chunk, Head, Rows, token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
@@ -290,7 +291,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once():
     hidden, unembedding, tokens, mask, cotangents = inputs(
         batch=8, length=16, width=8, vocab=48, dtype=np.float32
     )
-    axes, rows = ("vocab", "embed"), Rows(layout.count("batch"), layout.constrain)
+    axes, rows = ("vocab", "embed"), Rows(layout)
 
     def gradient(unembedding, hidden, *, gathered=True):
         def loss(weights):

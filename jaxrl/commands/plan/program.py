@@ -104,7 +104,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     # The numbers of microbatches and of chunks with scored tokens are known only at run time.
-    trips = (microbatches, position_chunks(config.row_length))
+    trips = (microbatches, position_chunks(config.row_length // config.mesh.row_shards))
     work = tuple(program_work(hlo, trips=trips))
     kind = topology.name.partition(":")[0]
     kernels = sum(kernel_seconds(one, kind=kind) for one in work) if kind in TPUS else 0.0
