@@ -100,9 +100,10 @@ def sampler_layout(
     """Returns the layout of the embedded sampler: on the learner's devices, or on the last ones
     that jax finds.
 
-    A mesh that cuts the dimension that products sum over would gather all weights for each token.
-    Such a sampler has a mesh of its own over the learner's devices, in whose place heads, columns
-    and experts are cut. With fixed `sums` nothing is: each device decodes rows with whole weights.
+    A mesh that cuts weights along a dimension that its products do not cut, such as the one that
+    they sum over, would gather all weights for each token. Such a sampler has a mesh of its own
+    over the learner's devices, in whose place heads, columns and experts are cut. With fixed `sums`
+    nothing is: each device decodes rows with whole weights.
 
     Raises:
       ValueError: if `sampler.tensor` x `sampler.expert` does not divide the devices.
@@ -114,10 +115,7 @@ def sampler_layout(
         sizes = given
     else:
         mesh, fixed = layout.mesh, sums == "fixed"
-        if fixed:
-            whole = mesh.shape["data"] == mesh.size
-        else:
-            whole = layout.sharding(("embed",)).is_fully_replicated
+        whole = mesh.shape["data"] == mesh.size if fixed else not _gathers(layout)
         if whole and not given:
             return layout
         sizes = given if fixed else _parts(mesh.shape, model) | given
@@ -126,6 +124,16 @@ def sampler_layout(
     except ValueError as error:
         keys = ", ".join(f"sampler.{axis} = {size}" for axis, size in sizes.items())
         raise ValueError(f"{keys}: {error}") from error
+
+
+def _gathers(layout: Layout) -> bool:
+    """Tells if products gather weights, as `Layout.gather` does."""
+    used = dict(layout.rules.activations)
+    return any(
+        layout.mesh.shape[axis] > 1 and axis not in used.get(logical, ())
+        for logical, axes in layout.rules.parameters
+        for axis in axes
+    )
 
 
 def _parts(shape: Mapping[str, int], model: Model) -> dict[str, int]:

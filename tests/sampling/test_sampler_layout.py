@@ -14,7 +14,7 @@ from jaxrl.sampling.embedded.program import decode_program
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
-from jaxrl.sharding.rules import PRESETS as RULES
+from jaxrl.sharding.rules import PRESETS as RULES, change
 from jaxrl.sharding.traffic import collectives
 from jaxrl.sharding.transfer import placed
 from tests import tiny
@@ -65,6 +65,15 @@ def test_no_mesh_gathers_weights_for_a_token(config, sizes, axes):
     ):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_weights_cut_by_a_rule_of_ones_own_are_not_gathered_for_a_token():
+    model = decoder(tiny.CONFIG)
+    rules = change(RULES["all"], parameters=["embed=", "mlp=fsdp"], activations=[])
+    layout = Layout(make_mesh(fsdp=8), rules)
+    own = sampler_layout(SamplerConfig(), layout, model)
+    assert own.mesh.shape["tensor"] == 2
+    assert sent_per_token(model, own) < 0.2 * sent_per_token(model, layout)
 
 
 def test_a_mesh_without_cut_sums_is_the_samplers():
