@@ -73,7 +73,7 @@ def test_weights_cut_by_a_rule_of_ones_own_are_not_gathered_for_a_token():
     layout = Layout(make_mesh(fsdp=8), rules)
     own = sampler_layout(SamplerConfig(), layout, model)
     assert own.mesh.shape["tensor"] == 2
-    assert sent_per_token(model, own) < 0.2 * sent_per_token(model, layout)
+    assert sent_per_token(model, own) < 0.5 * sent_per_token(model, layout)
 
 
 def test_a_mesh_without_cut_sums_is_the_samplers():
