@@ -15,9 +15,9 @@ from jaxrl.core.names import nearest
 T = TypeVar("T")
 
 
-def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[..., Any]:
-    """Loads the function that a config names: a public function of `builtin`,
-    `path/to/file.py:function` or `package.module:function`.
+def load_function(reference: str, *, builtin: ModuleType | None, key: str) -> Callable[..., Any]:
+    """Loads the function that a config names: a public function of `builtin`, if there are built-in
+    ones, `path/to/file.py:function` or `package.module:function`.
 
     Raises:
       ValueError: if the file, module or function does not exist, or the name is not a function; the
@@ -35,15 +35,15 @@ def load_function(reference: str, *, builtin: ModuleType, key: str) -> Callable[
             text = f"{key} = {reference!r}: importing {where} failed: {error!r}"
             raise ValueError(text) from error
     function = getattr(module, name, None)
-    names = _public_functions(module)
+    names = [] if module is None else _public_functions(module)
     if not callable(function) or (module is builtin and name not in names):
         near = nearest(name, names)
         hint = f"did you mean {near}?" if near else f"it has {', '.join(names) or 'none'}"
-        own = "" if colon else "; to name your own function, write file.py:function"
-        raise ValueError(
-            f"{key} = {reference!r}: {where or module.__name__} has no function {name!r}; "
-            f"{hint}{own}"
-        )
+        fault = f"{where} has no function {name!r}; {hint}"
+        if not colon:
+            own = "to name your own function, write file.py:function"
+            fault = f"jaxrl has no {name!r} for this key; {f'{hint}; ' * bool(names)}{own}"
+        raise ValueError(f"{key} = {reference!r}: {fault}")
     return function
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.core import plugins
-from jaxrl.environments.connectors import agents
 from jaxrl.environments.connectors.agents import run_command, run_function
 from jaxrl.environments.connectors.openenv import Server, Session
 from jaxrl.environments.connectors.verifiers import Host
@@ -46,7 +45,7 @@ def text_game(context: EnvironmentContext, *, game: str) -> Environment:
     episode; it returns an object with Gymnasium's `reset` and `step`. Raises ValueError if the game
     cannot be loaded, or without a chat template.
     """
-    make = plugins.load_function(game, builtin=text_games, key="environment.game")
+    make = plugins.load_function(game, builtin=None, key="environment.game")
     return text_games.TextGame(context.chat, make())
 
 
@@ -114,7 +113,7 @@ def gateway(
     words = shlex.split(command) if isinstance(command, str) else list(command)
     start = functools.partial(run_command, words)
     if agent is not None:
-        function = plugins.load_function(agent, builtin=agents, key="environment.agent")
+        function = plugins.load_function(agent, builtin=None, key="environment.agent")
         start = functools.partial(run_function, function)
     return _agent_episode(context, start, host=host, port=port, models=tuple(models))
 

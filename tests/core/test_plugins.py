@@ -1,8 +1,14 @@
 import builtins
+import re
 
 import pytest
 
+from jaxrl.advantages import estimators
 from jaxrl.core.plugins import check_parameters, load_function, naming_keys
+from jaxrl.environments import builtin as environments
+from jaxrl.environments.rewards import builtin as rewards
+from jaxrl.environments.tools import builtin as tools
+from jaxrl.losses import recipes
 
 
 def recipe(required, *, clip_low=0.2, clip_high=0.2):
@@ -16,6 +22,22 @@ def test_parameters_are_checked_by_name():
     with pytest.raises(ValueError, match=r"loss\.required is missing"):
         check_parameters(recipe, {}, key="loss")
     check_parameters(lambda **kw: kw, {"anything": 1}, key="loss")
+
+
+def test_an_unknown_name_is_not_answered_with_a_module_of_jaxrl():
+    keys = {
+        "loss.name": (recipes, "gpro", "did you mean grpo?"),
+        "loss.advantage": (estimators, "gae2", "it has "),
+        "reward.path": (rewards, "numeric_mach", "did you mean numeric_match?"),
+        "environment.name": (environments, "agents", "did you mean agent?"),
+        "environment.tools": (tools, "bash", "it has calculator, python"),
+        "environment.game": (None, "wordle", "key; to name your own function, write"),
+    }
+    for key, (builtin, name, hint) in keys.items():
+        with pytest.raises(ValueError, match=re.escape(f"{key} = {name!r}: ")) as error:
+            load_function(name, builtin=builtin, key=key)
+        assert hint in str(error.value)
+        assert "jaxrl." not in str(error.value)
 
 
 @pytest.mark.parametrize("content", ["import sys; sys.exit(0)", "raise SystemExit", "1 / 0", "("])
