@@ -1,6 +1,8 @@
 """Loads prompts and builds sampling parameters from a config."""
 
 import dataclasses
+import sys
+import time
 from collections.abc import Iterable, Iterator
 
 from jaxrl import data
@@ -13,6 +15,8 @@ from jaxrl.environments import Tool
 from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import SamplingParams, StopTexts, check_recorded
 
+_SILENCE = 10.0  # seconds
+
 
 def rendering(config: PromptConfig) -> Rendering:
     """Returns the rendering of prompts as text."""
@@ -22,6 +26,21 @@ def rendering(config: PromptConfig) -> Rendering:
         config.prompt_format,
         template_kwargs=config.template_kwargs,
     )
+
+
+def read_data(path: str, *, key: str, split: str = "train") -> Iterator[Row]:
+    """Yields the rows of the data under the config's key, as `data.read_rows`. Reading and
+    tokenising many takes minutes; a line on standard error says every 10 seconds how far it is."""
+    began = told = 0.0
+    for number, row in enumerate(data.read_rows(path, split=split, key=key)):
+        now = time.monotonic()
+        if number == 0:
+            began = told = now
+        elif now - told > _SILENCE:
+            told, seconds = now, now - began
+            line = f"{key}: {number:,} rows in {seconds:.0f} s; all are read before the first step"
+            print(line, file=sys.stderr, flush=True)
+        yield row
 
 
 def load_prompts(

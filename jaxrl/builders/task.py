@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxrl.builders.prompts import load_prompts
+from jaxrl.builders.prompts import load_prompts, read_data
 from jaxrl.config.training import Config
-from jaxrl.data import Example, Prompts, Tokenizer, read_rows
+from jaxrl.data import Example, Prompts, Tokenizer
 from jaxrl.environments import RewardTerm, Tool, load_tools
 from jaxrl.fleet.rewards import reward_loader
 from jaxrl.huggingface import Checkpoint
@@ -39,9 +39,10 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
     prompts, held_out = Prompts((), 0), None
     load = functools.partial(load_prompts, config.data, tokenizer, tools=tools.values())
     if "train" in splits:
-        prompts = load(rows=read_rows(config.data.path))
+        prompts = load(rows=read_data(config.data.path, key="data.path"))
     if "test" in splits and (path := config.data.eval_path) is not None:
-        held_out = load(rows=read_rows(path, split="test"), limit=config.data.eval_limit)
+        rows = read_data(path, split="test", key="data.eval_path")
+        held_out = load(rows=rows, limit=config.data.eval_limit)
     if config.environment.name is None:
         examples = itertools.chain(prompts.examples, held_out.examples if held_out else ())
         _check_lengths(config, examples, policy=policy)

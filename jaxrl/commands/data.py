@@ -10,13 +10,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from jaxrl import data
-from jaxrl.builders.prompts import load_prompts
+from jaxrl.builders.prompts import load_prompts, read_data
 from jaxrl.commands import options
 from jaxrl.commands.paths import fetch_models
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
-from jaxrl.data import length_line, marked_text, read_rows
+from jaxrl.data import length_line, marked_text
 from jaxrl.environments import load_tools
 from jaxrl.huggingface import Checkpoint
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def _prompts(config: Config, tokenizer: data.Tokenizer) -> Iterator[str]:
     """Yields the lines about the prompts of `jaxrl train`."""
     tools, c = load_tools(config.environment.tools).values(), config.data
-    rows = read_rows(c.path)
+    rows = read_data(c.path, key="data.path")
     found = load_prompts(c, tokenizer, rows=rows, tools=tools)
     limit = f"data.max_prompt_tokens = {c.max_prompt_tokens}"
     yield f"{c.path}, {length_line('prompts', [len(one.tokens) for one in found.examples])}"
@@ -72,7 +72,8 @@ def _texts(
         lengths = [one.length for one in texts.sequences]
         kind, first = "texts", {"the first": texts.sequences[0]}
     else:
-        texts = tokenize(read_rows(path), tokenizer, config=config.data, max_tokens=most)
+        rows = read_data(path, key="data.path")
+        texts = tokenize(rows, tokenizer, config=config.data, max_tokens=most)
         lengths, pair = [one.length for one in texts.pairs], texts.pairs[0]
         kind, first = "pairs", {"the first, chosen": pair.chosen, "rejected": pair.rejected}
     yield f"{path}, {length_line(kind, lengths)}"

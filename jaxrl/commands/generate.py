@@ -39,8 +39,8 @@ class GenerateDataConfig(Section):
     """Prompts in rows of data."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT`. Without it, prompts are arguments or lines on standard input."""
+    """Prompts in any form that `data.path` of `jaxrl train` has. Without it,
+    prompts are arguments or lines on standard input."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
@@ -180,9 +180,9 @@ def _asked(config: GenerateConfig, texts: Sequence[str]) -> Iterator[Asked]:
     if path is not None:
         if texts:
             raise ValueError(f"prompts as arguments, and data.path = {path!r}; give one of them")
-        for where, row in islice(data.read_rows(path), config.data.limit):
-            tools = data.read_tools(row, where=where)
-            yield Asked(where, data.read_prompt(row, key, where=where), tools, row)
+        for where, row in islice(data.read_rows(path, key="data.path"), config.data.limit):
+            prompt = data.read_prompt(row, key, where=where, setting="data.prompt_key")
+            yield Asked(where, prompt, data.read_tools(row, where=where), row)
         return
     for number, text in enumerate(texts or _lines(), start=1):
         where = f"prompt {number} ({text[:40]!r}{'...' * (len(text) > 40)})"

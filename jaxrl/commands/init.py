@@ -22,7 +22,7 @@ run_dir = "runs/first"     # the trained model, checkpoints and metrics
 path = "Qwen/Qwen3-0.6B"   # on the Hugging Face hub, or a directory
 
 [data]
-path = "data.jsonl"        # one row per line; or .parquet, or the hub: "openai/gsm8k:main"
+path = "data.jsonl"        # one row per line; or "data/*.parquet", or the hub: "openai/gsm8k:main"
 prompt_key = "question"
 answer_key = "answer"
 system_prompt = "Answer with the number alone."  # needs a chat template

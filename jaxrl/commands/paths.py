@@ -1,6 +1,7 @@
 """The paths that a config names: models of the hub, and checks that name the key."""
 
 import errno
+import glob
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from jaxrl.bridge import directory_of
 from jaxrl.config import toml_file
 from jaxrl.config.bucket import is_bucket
 from jaxrl.config.section import Section, is_http_address
-from jaxrl.data import READERS
+from jaxrl.data import is_pattern, named_files
 from jaxrl.huggingface import hub
 
 C = TypeVar("C", bound=Section)
@@ -20,7 +21,8 @@ C = TypeVar("C", bound=Section)
 _MODELS = ("model.path", "reward.model", "critic.path")
 # Of all commands. `commands/export` and others name their arguments themselves.
 _DIRECTORIES = (*_MODELS, "lora.path", "run_dir", "out", "sampler.store")
-_FILES = ("data.path", "data.eval_path", "sampler.python", "python", "log")
+_DATA = ("data.path", "data.eval_path")
+_FILES = (*_DATA, "sampler.python", "python", "log")
 _FUNCTIONS = (
     "reward.path",
     "judge.path",
@@ -29,7 +31,7 @@ _FUNCTIONS = (
     "loss.name",
     "loss.advantage",
 )
-_INPUTS = (*_MODELS, "lora.path", "data.path", "data.eval_path", "sampler.python", *_FUNCTIONS)
+_INPUTS = (*_MODELS, "lora.path", *_DATA, "sampler.python", *_FUNCTIONS)
 
 
 def config_of(run: Path) -> Path:
@@ -39,7 +41,11 @@ def config_of(run: Path) -> Path:
       ValueError: if the directory is not a run's.
     """
     if not (run / "config.toml").exists():
-        raise ValueError(f"{run} is not a run: it has no config.toml")
+        there = "it has no config.toml" if run.is_dir() else "there is no such directory"
+        raise ValueError(
+            f"{run} is not a run: {there}; name the run_dir of a run that was started; relative "
+            f"paths start at {Path.cwd()}"
+        )
     return run / "config.toml"
 
 
@@ -68,12 +74,16 @@ def find_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             return [found(key, one) for one in value]
         if not isinstance(value, str) or key not in _INPUTS:
             return value
-        name = _file_of(value) if key in _FUNCTIONS else value
+        name, there = _file_of(value) if key in _FUNCTIONS else value, folder
         try:
-            beside = name and not os.path.exists(name) and (folder / name).exists()
+            if key in _DATA and is_pattern(name):
+                there = Path(glob.escape(str(folder)))
+                beside = not named_files(name) and named_files(str(there / name))
+            else:
+                beside = name and not os.path.exists(name) and (folder / name).exists()
         except (OSError, ValueError):  # `check_paths` explains them
             return value
-        return value.replace(name, str(folder / name), 1) if beside else value
+        return value.replace(name, str(there / name), 1) if beside else value
 
     return found("", tree)
 
@@ -166,7 +176,7 @@ def _is_missing(key: str, text: str) -> bool:
         text = _file_of(text)
         local = text != ""
     else:
-        local = key in ("data.path", "data.eval_path") and Path(text).suffix in READERS
+        return key in _DATA and named_files(text) == []
     return local and not Path(text).exists()
 
 

@@ -49,10 +49,11 @@ class TextsConfig(PromptConfig):
     """Prompts or texts to train on."""
 
     path: str
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra). Or a task of
-    reasoning-gym with its settings, `reasoning_gym:leg_counting:size=2000,max_animals=5` (needs the
-    `reasoning-gym` extra), whose scorer is then the default of reward.path."""
+    """A .jsonl, .jsonl.gz or .parquet file, or a pattern of such files, `data/train-*.parquet`,
+    which are read in the order of their names. Or a data set on the Hugging Face hub, written `ID`,
+    `ID:SUBSET` or `ID:SUBSET:SPLIT` (split `train` if not given; needs the `hub` extra). Or a task
+    of reasoning-gym with its settings, `reasoning_gym:leg_counting:size=2000,max_animals=5` (needs
+    the `reasoning-gym` extra), whose scorer is then the default of reward.path."""
 
 
 class HeldOutConfig(TextsConfig):

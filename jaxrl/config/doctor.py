@@ -17,8 +17,8 @@ class DoctorDataConfig(PromptConfig):
     """Prompts; the size of beta depends on their completions."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, or a data set on the Hugging Face hub, written `ID`, `ID:SUBSET`
-    or `ID:SUBSET:SPLIT`. Without it, every prompt is one random token."""
+    """Prompts in any form that `data.path` of `jaxrl train` has. Without it,
+    every prompt is one random token."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""

@@ -23,9 +23,10 @@ from .prompts import (
 )
 from .reasoning_gym import REASONING_GYM as REASONING_GYM
 from .rows import (
-    READERS as READERS,
     Row as Row,
     check_characters as check_characters,
+    is_pattern as is_pattern,
+    named_files as named_files,
     read_column as read_column,
     read_rows as read_rows,
     read_text as read_text,

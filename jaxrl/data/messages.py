@@ -20,13 +20,16 @@ REFERENCES = frozenset({"name", "id", "tool_call_id"})
 """Keys of a message that a template may leave out: they name a message and say nothing."""
 
 
-def read_prompt(record: Mapping[str, Any], key: str, *, where: str) -> RawPrompt:
-    """Returns the prompt of a column, without the keys of messages that are None.
+def read_prompt(
+    record: Mapping[str, Any], key: str, *, where: str, setting: str | None = None
+) -> RawPrompt:
+    """Returns the prompt of a column, without the keys of messages that are None. `setting` is as
+    for `read_column`.
 
     Raises:
       ValueError: if it is neither a text nor messages; it names the message and its key.
     """
-    value = read_column(record, key, where=where)
+    value = read_column(record, key, where=where, setting=setting)
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple, np.ndarray)) or not len(value):

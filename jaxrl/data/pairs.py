@@ -94,7 +94,7 @@ def _texts(
     """Returns the rendered prompt and completion of the chosen and of the rejected one."""
     before, completions = [], list[str | Message]()
     for key in (columns.chosen, columns.rejected):
-        value = read_prompt(record, key, where=where)
+        value = read_prompt(record, key, where=where, setting="data.chosen_key and rejected_key")
         if isinstance(value, list) and value[-1]["role"] != "assistant":
             raise ValueError(f"{where}: the last message of {key!r} is not the assistant's")
         before.append([] if isinstance(value, str) else value[:-1])
@@ -125,7 +125,7 @@ def _prompt(
                 "before the completion; name the column of the prompt"
             )
         return before
-    prompt = read_prompt(record, columns.prompt, where=where)
+    prompt = read_prompt(record, columns.prompt, where=where, setting="data.prompt_key")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if before not in ([], messages):
         raise ValueError(
@@ -138,7 +138,7 @@ def _prompt(
 def _margin(record: Mapping[str, Any], columns: PairColumns, *, where: str) -> float:
     if columns.margin is None:
         return 0.0
-    value = read_column(record, columns.margin, where=where)
+    value = read_column(record, columns.margin, where=where, setting="data.margin_key")
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ValueError(f"{where}: {columns.margin!r} is {value!r:.80}, expected a number")
     return float(value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from jaxrl.data.rows import Row, read_column
 from jaxrl.data.spool import Spool
 from jaxrl.data.templates import Rendering, make_renderer, uses_template
 from jaxrl.data.tokenizer import Tokenizer
+
+_TOGETHER = 1000  # prompts that are encoded at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,27 +67,40 @@ def load_prompts(
         line and key.
     """
     render, longest = make_renderer(tokenizer, rendering), most_characters(tokenizer, max_tokens)
-    encode = prompt_encoder(tokenizer, rendering)
+    encode = prompts_encoder(tokenizer, rendering)
     examples = Spool[Example]()
     too_long, where = 0, "the data"
-    for where, record in rows:
-        if limit is not None and len(examples) == limit:
+
+    def rendered() -> Iterator[tuple[Row, str]]:
+        nonlocal too_long, where
+        for row in rows:
+            where, tools = row.where, read_tools(row.record, where=row.where)
+            prompt = read_prompt(row.record, prompt_key, where=where, setting="data.prompt_key")
+            text = render(prompt, where, tools=tools)
+            if len(text) > longest:
+                too_long += 1
+            else:
+                yield row, text
+
+    texts = rendered()
+    while limit is None or len(examples) < limit:
+        most = _TOGETHER if limit is None else min(_TOGETHER, limit - len(examples))
+        some = list(itertools.islice(texts, most))
+        if not some:
             break
-        tools = read_tools(record, where=where)
-        text = render(read_prompt(record, prompt_key, where=where), where, tools=tools)
-        named = {"prompt": record[prompt_key], "rendered_prompt": text}
-        if len(text) > longest:
-            too_long += 1
-            continue
-        tokens = np.asarray(encode(text), np.int32)
-        if len(tokens) > max_tokens:
-            too_long += 1
-            continue
-        if len(tokens) == 0:
-            raise ValueError(f"{where}: the prompt under {prompt_key!r} has no tokens")
-        if answer_key:
-            named["answer"] = read_column(record, answer_key, where=where)
-        examples.append(Example(tokens, {**record, **named}, record))
+        for (row, text), ids in zip(some, encode([text for _, text in some]), strict=True):
+            if len(ids) > max_tokens:
+                too_long += 1
+                continue
+            if not ids:
+                raise ValueError(f"{row.where}: the prompt under {prompt_key!r} has no tokens")
+            named = {"prompt": row.record[prompt_key], "rendered_prompt": text}
+            if answer_key:
+                setting = "data.answer_key, to 'none' if the data has no answers"
+                answer = read_column(row.record, answer_key, where=row.where, setting=setting)
+                named["answer"] = answer
+            tokens = np.asarray(ids, np.int32)
+            examples.append(Example(tokens, {**row.record, **named}, row.record))
     if not examples:
         raise ValueError(
             f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
@@ -112,11 +128,25 @@ def prompt_encoder(tokenizer: Tokenizer, rendering: Rendering) -> Callable[[str]
     A chat template has written all tokens. Without one, a prompt gets the `start_tokens` unless it
     begins with them; it never gets what a tokenizer puts after a text.
     """
-    start = [] if uses_template(tokenizer, rendering) else start_tokens(tokenizer)
+    encode = prompts_encoder(tokenizer, rendering)
+    return lambda text: encode([text])[0]
 
-    def encode(text: str) -> list[int]:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        return tokens if tokens[: len(start)] == start else [*start, *tokens]
+
+def prompts_encoder(
+    tokenizer: Tokenizer, rendering: Rendering
+) -> Callable[[list[str]], list[list[int]]]:
+    """Returns the function that encodes many rendered prompts as `prompt_encoder` does each, in
+    threads if the tokenizer is one in Rust."""
+    start = [] if uses_template(tokenizer, rendering) else start_tokens(tokenizer)
+    together: Any = tokenizer if getattr(tokenizer, "is_fast", False) else None
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        if together is None:
+            found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            options = {"add_special_tokens": False, "return_attention_mask": False}
+            found = together(texts, **options)["input_ids"]
+        return [ids if ids[: len(start)] == start else [*start, *ids] for ids in found]
 
     return encode
 

@@ -73,8 +73,7 @@ class Renderer:
             return self._text(prompt, where, tools=tools)
         try:
             tools = self._tools(tools)
-            messages = self._messages(prompt)
-            return self._apply(self._rendered(messages, tools=tools), tools=tools)
+            return self._rendered(self._messages(prompt), tools=tools)[1]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
@@ -100,7 +99,7 @@ class Renderer:
             return
         try:
             tools, before = self._tools(tools), self._messages(prompt)
-            messages = self._rendered([*before, *answer], tools=tools, whole=True)
+            messages, _ = self._rendered([*before, *answer], tools=tools, whole=True)
             for place in range(len(before), len(messages)):
                 if messages[place]["role"] == "assistant":
                     yield self._turn(messages[: place + 1], tools=tools)
@@ -185,18 +184,18 @@ class Renderer:
 
     def _rendered(
         self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]], whole: bool = False
-    ) -> list[Message]:
-        """Returns the first spelling of messages that the template renders with all of its keys.
+    ) -> tuple[list[Message], str]:
+        """Returns the first spelling of messages that the template renders with all of its keys,
+        and its text.
 
         Raises:
           ValueError: if there is none; it tells the fault of the messages as they are given.
         """
         for form in spellings(messages):
             try:
-                self._check(form, tools=tools, whole=whole)
+                return form, self._check(form, tools=tools, whole=whole)
             except ValueError:
                 continue
-            return form
         # The fault is in the message after the longest beginning that can be rendered, or in it.
         fault: ValueError | None = None
         for length in range(len(messages), 0, -1):
@@ -212,8 +211,9 @@ class Renderer:
 
     def _check(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], whole: bool
-    ) -> None:
-        """Raises ValueError for a key of a message, or tools, that the template does not show."""
+    ) -> str:
+        """Returns the text of messages; raises ValueError for a key of a message, or tools, that
+        the template does not show."""
         text = self._apply(messages, tools=tools, whole=whole)
         for place, message in enumerate(messages):
             for given in call_arguments(message):
@@ -224,7 +224,7 @@ class Renderer:
                     )
         shape = (whole, bool(tools), *map(_shape, messages))
         if shape in self._sound:
-            return
+            return text
         own = tools is not self._rendering.tools
         if tools and own and self._apply(messages, whole=whole) == text:
             raise ValueError(
@@ -241,6 +241,7 @@ class Renderer:
                         "tokenizer_config.json"
                     )
         self._sound.add(shape)
+        return text
 
     def _shows(self, messages: Sequence[Message], place: int, key: str, **options: Any) -> bool:
         """Tells if a message's key changes the text of the conversation, or of its beginning:

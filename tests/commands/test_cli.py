@@ -141,7 +141,7 @@ def test_printed_config_loads_again(tmp_path, capsys):
         (["config", *REQUIRED, "--loss.name", "gppo"], 1, "did you mean"),
         (["train"], 1, "model.path is missing"),
         (["sft", "--model.path", "m"], 1, "data.path is missing"),
-        (["export", "nowhere", "out"], 1, "nowhere is not a run: it has no config.toml"),
+        (["export", "nowhere", "out"], 1, "nowhere is not a run: there is no such directory; name"),
     ],
 )
 def test_errors_are_one_line_with_a_status(argv, status, message, capsys):
@@ -149,6 +149,20 @@ def test_errors_are_one_line_with_a_status(argv, status, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_export_of_a_run_without_a_checkpoint_says_what_to_do(tmp_path, capsys):
+    assert main(["config", *REQUIRED]) == 0
+    (tmp_path / "config.toml").write_text(capsys.readouterr().out)
+    for folder in (None, "checkpoints"):
+        if folder:
+            (tmp_path / folder).mkdir()
+        assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+        said = capsys.readouterr().err
+        assert "has no checkpoint yet" in said
+        assert "Rerun the command that started it" in said
+    assert main(["report", str(tmp_path)]) == 1
+    assert "has no step yet" in capsys.readouterr().err
 
 
 def test_init_writes_a_run_that_loads(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,8 @@ from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.config.training import Config
+from tests import tiny
+from tests.run_config import run_arguments
 
 BASE = {"model.path": "m", "data.path": "d.jsonl", "reward.path": "exact_match"}
 DIRECTORIES = ["model.path", "reward.model", "critic.path", "lora.path", "run_dir", "sampler.store"]
@@ -151,6 +153,29 @@ def test_commands_name_the_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.endswith("...: File name too long\n")
 
 
+@pytest.mark.parametrize("value", ["missing", "missing.jsonl", "shards/*.jsonl", "folder"])
+def test_missing_data_names_its_key(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    tiny.write_checkpoint(tmp_path / "model")
+    Path("prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    held_out = {"data.max_prompt_tokens": 32}
+    for key, argv in (
+        ("data.path", ["doctor", "model", "--data.path", value, "--out", "out"]),
+        ("data.path", ["generate", "--model.path", "model", "--data.path", value]),
+        *(
+            ("data.path", ["data", option, "--model.path", "model", "--data.path", value])
+            for option in ("--sft", "--dpo")
+        ),
+        ("data.path", ["train", *run_arguments(tmp_path, data__path=value)]),
+        ("data.eval_path", ["train", *run_arguments(tmp_path, **held_out, data__eval_path=value)]),
+        ("data.eval_path", ["eval", *run_arguments(tmp_path, **held_out, data__eval_path=value)]),
+    ):
+        assert main(argv) == 1
+        assert f"{key} = {value!r}" in capsys.readouterr().err, argv
+
+
 def test_inputs_are_also_found_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder/own.toml").write_text(
         'run_dir = "runs/own"\n[model]\npath = "model"\n[data]\npath = "rows.jsonl"\n'
@@ -168,6 +193,11 @@ def test_inputs_are_also_found_beside_the_config(capsys: pytest.CaptureFixture[s
     assert found["data.eval_path"] == "file.jsonl"  # what is here comes first
     assert found["reward.path"] == ("exact_match", "folder/own.py:score")
     assert found["run_dir"] == "runs/own"  # a run goes where the command is given
+    Path("folder/rows-1.jsonl").touch()
+    toml = Path("folder/own.toml").read_text().replace('"rows.jsonl"', '"rows-*.jsonl"')
+    Path("folder/shards.toml").write_text(toml)
+    assert main(["config", "folder/shards.toml"]) == 0
+    assert 'path = "folder/rows-*.jsonl"' in capsys.readouterr().out
     given = ["--data.path", "rows.jsonl"]
     assert main(["config", "folder/own.toml", *given]) == 0
     assert 'path = "rows.jsonl"' in capsys.readouterr().out  # so does what is typed

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from hypothesis import given, strategies as st
 
 from jaxrl.data.prompts import Rendering, load_prompts, next_indices
 from jaxrl.data.rows import read_rows
+from jaxrl.huggingface import Checkpoint
+from tests import tiny
 
 
 class Letters:
@@ -62,6 +65,47 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path):
         "prompt": "How many?",
         "rendered_prompt": "<user>How many?<assistant>",
     }
+
+
+def test_a_pattern_reads_its_files_in_the_order_of_their_names(tmp_path: Path):
+    rows = [{"question": f"Is it {i}?", "answer": str(i)} for i in range(8)]
+    for number in (3, 1, 2):
+        write(tmp_path / f"part-{number}.jsonl", rows[2 * number : 2 * number + 2])
+    write(tmp_path / "part-4.jsonl", [])  # a shard may be empty
+    (tmp_path / "deep").mkdir()
+    plain = Path(write(tmp_path / "deep/last.jsonl", rows[:2])).read_bytes()
+    (tmp_path / "deep/last.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "part-folder.jsonl").mkdir()
+
+    def read(pattern):
+        return [dict(row.record) for row in read_rows(f"{tmp_path}/{pattern}")]
+
+    assert read("part-*.jsonl") == rows[2:]
+    assert read("part-[13].jsonl") == [*rows[2:4], *rows[6:]]
+    assert read("**/*.jsonl.gz") == read("deep/last.jsonl") == rows[:2]
+    Path(tmp_path / "part-[0].jsonl").write_bytes(plain)
+    assert read("part-[0].jsonl") == rows[:2]  # the name of a file is not a pattern
+    (where, _), *_ = read_rows(f"{tmp_path}/deep/*.gz")
+    assert where == f"{tmp_path}/deep/last.jsonl.gz:1"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("none-*.jsonl", r"data\.path = '.*none-\*\.jsonl': no file matches this pattern"),
+        ("*", r"data\.path = '.*\*': .*a\.csv does not end in \.jsonl or \.jsonl\.gz or"),
+        ("b.jsonl", r"data\.path = '.*b\.jsonl': there is no such file; relative paths start"),
+        ("empty-*.jsonl", r"empty-\*\.jsonl: the file has no rows"),
+        ("cut.jsonl.gz", r"cut\.jsonl\.gz: not readable as gzip"),
+    ],
+)
+def test_patterns_without_data_are_named(tmp_path: Path, pattern, message):
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "empty-1.jsonl").touch()
+    whole = gzip.compress(json.dumps(GSM8K[0]).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(f"{tmp_path}/{pattern}", key="data.path"))
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
@@ -123,9 +167,9 @@ def test_a_prompt_may_be_messages(tmp_path: Path):
     [
         ("{", r"a\.jsonl:2: not JSON"),
         ("[1]", r"a\.jsonl:2: expected an object"),
-        ('{"q": 1}', r"a\.jsonl:2: no 'question'; the columns are 'q'"),
+        ('{"q": 1}', r"a\.jsonl:2: no 'question'; the columns are 'q'; set data\.prompt_key"),
         ('{"question": 7, "answer": 1}', r"a\.jsonl:2: 'question' is 7, expected a text"),
-        ('{"question": "x"}', r"a\.jsonl:2: no 'answer'"),
+        ('{"question": "x"}', r"a\.jsonl:2: no 'answer'; .*; set data\.answer_key, to 'none' if"),
     ],
 )
 def test_errors_name_file_line_and_key(tmp_path: Path, line, message):
@@ -141,10 +185,10 @@ def test_reference_answers_are_optional(tmp_path: Path):
 
 
 def test_unreadable_sources_are_refused(tmp_path: Path, monkeypatch):
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError, match="there is no such file"):
         prompts(str(tmp_path / "none.jsonl"))
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file"):
+    with pytest.raises(ValueError, match=r"does not end in \.jsonl or"):
         prompts(str(tmp_path / "a.csv"))
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install datasets"):
@@ -241,3 +285,17 @@ def test_long_text_is_dropped_untokenised(tmp_path: Path):
 
     rows = [*GSM8K, {"question": "x" * 10_000_000, "answer": ""}]
     assert prompts(write(tmp_path / "a.jsonl", rows), tokenizer=Once()).too_long == 1
+
+
+def test_prompts_encoded_together_are_as_each_alone(tmp_path: Path):
+    tokenizer = Checkpoint(tiny.write_checkpoint(tmp_path / "model")).tokenizer
+    rows = [{"question": "ab" * (i % 7) + str(i), "answer": i} for i in range(2300)]
+    path = write(tmp_path / "a.jsonl", rows)
+    alone = [tokenizer.encode(row["question"], add_special_tokens=False) for row in rows]
+    short = [ids for ids in alone if len(ids) <= 12]
+    for limit in (None, 1500):
+        found = prompts(
+            path, tokenizer=tokenizer, rendering=Rendering("text"), max_tokens=12, limit=limit
+        )
+        assert [one.tokens.tolist() for one in found.examples] == short[:limit]
+        assert limit or found.too_long == len(alone) - len(short) > 0

@@ -162,18 +162,18 @@ def load_inputs(config: DoctorConfig) -> Inputs:
     sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
     )
-    model, params = load_model(
-        checkpoint, layout=layout, dtype=np.dtype(np.float32), remat=config.remat
-    )
     if config.data.path is None:
         ends = [stop[0] for stop in sampling.stop if len(stop) == 1]
-        others = np.setdiff1d(np.arange(model.config.vocab_size), ends)
+        others = np.setdiff1d(np.arange(checkpoint.config.vocab_size), ends)
         rng = np.random.default_rng(config.seed)
         prompts = [rng.choice(others, 1).astype(np.int32) for _ in range(config.prompts)]
     else:
-        rows = read_rows(config.data.path)
+        rows = read_rows(config.data.path, key="data.path")
         found = load_prompts(config.data, checkpoint.tokenizer, rows=rows, limit=config.prompts)
         prompts = [example.tokens for example in found.examples]
+    model, params = load_model(
+        checkpoint, layout=layout, dtype=np.dtype(np.float32), remat=config.remat
+    )
     return Inputs(config, checkpoint, model, params, layout, prompts, sampling)
 
 

@@ -43,6 +43,13 @@ def export_checkpoint(
       CheckpointError: if there is no such checkpoint, or it is unreadable.
       ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
     """
+    directories = run_dir / "checkpoints"
+    if not any(one.name.isdecimal() for one in directories.glob("*")):
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint yet, so there is nothing to export: a run saves one "
+            "every checkpoint.every steps, at its end and at Ctrl-C. Rerun the command that "
+            "started it"
+        )
     base, precision = Checkpoint(config.model.path), config.precision
     written = precision.params if only_adapters else model_dtype(config, base)
     if dtype is not None:
@@ -55,7 +62,7 @@ def export_checkpoint(
     adapted = isinstance(specs, lora.Adapted)
     if only_adapters and not adapted:
         raise ValueError(f"{run_dir} has no adapters (lora.rank = 0); leave out --adapter")
-    checkpoints = Checkpoints.reading(run_dir / "checkpoints")
+    checkpoints = Checkpoints.reading(directories)
     chosen = _resolve_step(checkpoints, step)
     like = checkpoint_view(_like(config, specs=specs))
     params = checkpoints.restore(chosen, like).state.params
@@ -74,7 +81,10 @@ def _resolve_step(checkpoints: Checkpoints, step: str) -> int:
     if step in named:
         found = named[step]()
         if found is None:
-            raise CheckpointError(f"{checkpoints.directory} has no {step} checkpoint")
+            raise CheckpointError(
+                f"{checkpoints.directory} has no {step} checkpoint: none was measured on held-out "
+                "data, which data.eval_path names; use --step latest, or a number"
+            )
         return found
     if not step.isdecimal():
         raise ValueError(f"--step {step!r}: expected latest, best or a number")

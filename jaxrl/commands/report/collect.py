@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.commands.paths import config_of
 from jaxrl.commands.report.charts import drawn
 from jaxrl.diagnostics import LIMITS, RULES, Cause, History, Series, replay_alarms
 from jaxrl.tracking.tracker import read_metrics
@@ -24,7 +25,10 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
     """
     entries = read_metrics(run_dir / "metrics.jsonl")
     if not entries:
-        raise ValueError(f"{run_dir} is not a run: its metrics.jsonl is missing or empty")
+        raise ValueError(
+            f"{config_of(run_dir).parent} has no step yet: its metrics.jsonl is missing or empty; "
+            "`jaxrl report --follow` and `jaxrl watch` wait for the first one"
+        )
     path = run_dir / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.builders.prompts import rendering
+from jaxrl.builders.prompts import read_data, rendering
 from jaxrl.builders.supervised import Setup, supervised_shape
 from jaxrl.config.preference import DPOConfig, PairDataConfig, RankedDataConfig, RewardModelConfig
 from jaxrl.core import Hosts, Metrics, Minibatch, MinibatchShape, merge, pack_minibatch, to_floats
-from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs, read_rows
+from jaxrl.data import Pair, PairColumns, Pairs, Row, Tokenizer, read_pairs
 from jaxrl.models import Params
 from jaxrl.training.supervised.fit import FitResult, Task, end_notes, fit, look_notes, too_long_note
 
@@ -27,11 +27,11 @@ def load_pairs(config: PairDataConfig, tokenizer: Tokenizer, *, max_tokens: int)
     """Reads and tokenizes training and held-out pairs on process 0; raises as `read_pairs`."""
     if not Hosts().leads:
         return PairData(Pairs([], 0), Pairs([], 0))
-    rows = read_rows(config.path)
+    rows = read_data(config.path, key="data.path")
     training = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     if config.eval_path is None:
         return PairData(training, Pairs([], 0))
-    rows = read_rows(config.eval_path, split="test")
+    rows = read_data(config.eval_path, split="test", key="data.eval_path")
     held_out = tokenize(rows, tokenizer, config=config, max_tokens=max_tokens)
     return PairData(training, held_out._replace(pairs=held_out.pairs[: config.eval_limit]))
 

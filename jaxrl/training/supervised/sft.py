@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl.builders.prompts import rendering
+from jaxrl.builders.prompts import read_data, rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
 from jaxrl.core import Hosts, Minibatch, Rollout, given_rollout, pack_minibatch
@@ -20,7 +20,6 @@ from jaxrl.data import (
     most_characters,
     prompt_encoder,
     read_prompt,
-    read_rows,
     read_text,
     read_tools,
     start_tokens,
@@ -101,11 +100,13 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
     def read(row: Row) -> Sequence[tuple[str, str]]:
         where, record = row
         if config.text_key is not None:
-            return [("", read_text(record, config.text_key, where=where))]
+            return [("", read_text(record, config.text_key, where=where, setting="data.text_key"))]
         before = None
         if config.prompt_key is not None:
-            before = read_prompt(record, config.prompt_key, where=where)
-        given = read_prompt(record, config.completion_key, where=where)
+            before = read_prompt(record, config.prompt_key, where=where, setting="data.prompt_key")
+        given = read_prompt(
+            record, config.completion_key, where=where, setting="data.completion_key"
+        )
         tools = read_tools(record, where=where)
         if isinstance(given, str) and before is not None:
             return [(render(before, where, tools=tools), given)]
@@ -113,7 +114,8 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
         return list(render.turns(prompt, answer, where, tools=tools))
 
     short, too_long = Spool[Rollout](), 0
-    pieces = ((row, texts) for row in read_rows(config.path) for texts in read(row))
+    rows = read_data(config.path, key="data.path")
+    pieces = ((row, texts) for row in rows for texts in read(row))
     for one_row, texts in pieces:
         if sum(map(len, texts)) > longest:
             too_long += 1

@@ -86,7 +86,7 @@ def test_wrong_options_of_follow_are_refused(run, tmp_path, capsys):
             main(["report", str(run), *options])
         assert said in capsys.readouterr().err
     assert main(["report", str(tmp_path / "missing"), "--follow"]) == 1
-    assert "is not a run: it has no config.toml" in capsys.readouterr().err
+    assert "is not a run: there is no such directory" in capsys.readouterr().err
     with make_page_server([run], port=0) as taken:
         port = str(taken.server_port)
         assert main(["report", str(run), "--follow", "--port", port]) == 1
