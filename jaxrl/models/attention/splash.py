@@ -23,6 +23,9 @@ _LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
 # Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
 # queries once for each part of the keys, in their dtype, and XLA adds the parts.
 _FUSED = 4
+# Rows up to which each has kernels of its own. A batch of rows is a loop, because their masks are
+# found at run time, and it copies each row's arrays in and out.
+_UNROLLED = 4
 
 
 def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) -> Any:
@@ -96,8 +99,11 @@ def attend(
         return _of_row(kernel, of_queries, of_keys)(q, k, v, ids, scoring.sinks)
 
     rows: Any = (*(x.transpose(0, 2, 1, 3) for x in arrays), segments, of_keys)
-    # A batch is a loop over rows, and copies each of them.
-    out = row(*(x[0] for x in rows))[None] if len(q) == 1 else jax.vmap(row)(*rows)
+    if len(q) <= _UNROLLED:
+        parts = zip(*(jax.lax.split(x, [1] * len(x)) for x in rows), strict=True)
+        out = jnp.stack([row(*(x[0] for x in part)) for part in parts])
+    else:
+        out = jax.vmap(row)(*rows)
     return out.transpose(0, 2, 1, 3)[..., : v.shape[-1]].astype(precision.activations)
 
 
