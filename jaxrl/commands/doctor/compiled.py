@@ -45,6 +45,8 @@ def compiled_costs(
         note(f"{title}: compiling")
         try:
             program = compile_step(_planned(config, precision), topology)
+        except ModuleNotFoundError as error:  # its second remedy is a key of runs
+            raise ModuleNotFoundError(str(error).partition(", or set train.")[0]) from None
         except jax.errors.JaxRuntimeError as error:
             note(f"{title}: left out; the compiler refuses it: {str(error).splitlines()[0]}")
             continue

@@ -103,26 +103,22 @@ def test_compiled_steps_move_and_take_what_is_recorded(compiler, step):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "topology", "precisions"),
+    ("compiler", "topology"),
     [
-        pytest.param(TPU, "v5p:1x1x1", ("fp32",), marks=needs(TPU)),
-        pytest.param(GPU, "h100:1", ("bf16_master", "phantom", "fp32"), marks=needs(GPU)),
+        pytest.param(TPU, "v5p:1x1x1", marks=needs(TPU)),
+        pytest.param(GPU, "h100:1", marks=needs(GPU)),
     ],
 )
-def test_doctor_takes_costs_from_a_step_compiled_for_a_chip(
-    tmp_path, compiler, topology, precisions
-):
+def test_doctor_takes_costs_from_a_step_compiled_for_a_chip(tmp_path, compiler, topology):
     model = tiny.write_checkpoint(tmp_path / "model")
-    keys = [f"--precisions={','.join(precisions)}", "--prompts=4", "--sampling.max_tokens=12"]
+    keys = ["--precisions=phantom,fp32", "--prompts=2", "--sampling.max_tokens=12"]
     command = [*JAXRL, "doctor", str(model), *keys, f"--out={tmp_path}"]
     output = run_with(compiler, [*command, "--budget=1e-4", f"--topology={topology}"])
     assert f"a training step on {topology}" in output
-    found = json.loads((tmp_path / "budget.json").read_text())
-    costs = {one["name"]: one["cost"] for one in found["choices"]}
-    assert tuple(costs) == precisions
-    assert 1e-7 < costs["fp32"] < 1e-2
-    if len(precisions) > 1:  # phantom's learner is that of fp32, whose products take longer
-        assert costs["phantom"] == costs["fp32"] > costs["bf16_master"]
+    assert "Use precision = 'fp32'" in output
+    found = json.loads((tmp_path / "budget.json").read_text())["choices"]
+    phantom, fp32 = (one["cost"] for one in found)
+    assert 1e-7 < phantom == fp32 < 1e-2  # one learner, one step
 
 
 @needs(TPU)
