@@ -204,7 +204,8 @@ def test_splash_computes_only_blocks_that_share_a_sequence():
         (8192, "TPU v6 lite", 1024, False),
         (9 * 512, "TPU v6 lite", 512, False),
         (4096, "TPU v5", 512, False),
-        (32768, "TPU v5", 512, False),
+        (131_072, "TPU v5", 512, False),
+        (262_144, "TPU v5", 1024, False),
         (768, "TPU v5", 256, False),
     ],
 )

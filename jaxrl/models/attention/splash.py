@@ -20,6 +20,9 @@ LANES = 128  # of a TPU's vector unit; a device's tokens of a row must be a mult
 # score on v6e and nothing less on v5p (docs/results/chips.md); in short rows they mask more.
 _BLOCKS = (1024, 512, 256, 128)
 _LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
+# Longer parts have the largest blocks on all chips: the kernel's lists, a number for each block of
+# queries and of keys, lie in scalar memory.
+_LONGEST = 131_072
 # Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
 # queries once for each part of the keys, in their dtype, and XLA adds the parts.
 _FUSED = 4
@@ -64,7 +67,8 @@ def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) ->
 
 def block_size(tokens: int, kind: str) -> int:
     """Returns the tokens of a block, for this number of tokens of a row on a device."""
-    sizes = _BLOCKS[1:] if tokens < _LONG or kind not in _LARGE else _BLOCKS
+    large = tokens > _LONGEST or (tokens >= _LONG and kind in _LARGE)
+    sizes = _BLOCKS if large else _BLOCKS[1:]
     return next(size for size in sizes if tokens % size == 0)
 
 
