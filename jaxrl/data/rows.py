@@ -23,8 +23,8 @@ def read_rows(path: str, *, split: str = "train", key: str | None = None) -> Ite
     reasoning-gym.
 
     Args:
-      path: a file whose name ends as one of `READERS`, or a pattern of files such as
-        `data/train-*.parquet`, which are read in the order of their names, one after another. Or a
+      path: a .jsonl, .jsonl.gz or .parquet file, or a pattern of such files, as
+        `data/train-*.parquet`, which are read one after another in the order of their names. Or a
         hub data set: `ID`, `ID:SUBSET` or `ID:SUBSET:SPLIT`. Or `reasoning_gym:TASK` as in
         `task_rows`.
       split: split of a hub data set whose path names none, or of a task.
