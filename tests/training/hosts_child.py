@@ -84,11 +84,16 @@ def _exchanged(hosts: Hosts, cut: Params, specs: Specs) -> None:
     largest = max(math.prod(one.tensor_shape) for one in flatten(specs).values())
     for name, tensor in ParamsSource(cut, specs, dtype=wire):
         found[name] = tensor.tobytes()
-        sent = [x for x in jax.live_arrays() if x.dtype == np.uint16]
-        held = [shard.data.size for x in sent for shard in x.addressable_shards]
-        assert sum(held) <= 3 * largest
-        assert max(held, default=0) <= largest / jax.local_device_count()
+        held = _sizes(np.uint16)
+        assert sum(held) <= 3 * largest, held
+        assert max(held, default=0) <= largest / jax.local_device_count(), held
     assert found == (wanted if hosts.leads else {})
+
+
+def _sizes(dtype: Any) -> list[int]:
+    """Returns the sizes of this process's arrays on devices, and keeps none alive."""
+    arrays = (x for x in jax.live_arrays() if x.dtype == dtype)
+    return [shard.data.size for x in arrays for shard in x.addressable_shards]
 
 
 def _published(params: Params, specs: Specs, *, dtype: np.dtype) -> Iterator[tuple[str, Any]]:
