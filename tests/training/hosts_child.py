@@ -91,9 +91,10 @@ def _exchanged(hosts: Hosts, cut: Params, specs: Specs) -> None:
 
 
 def _sizes(dtype: Any) -> list[int]:
-    """Returns the sizes of this process's arrays on devices, and keeps none alive."""
+    """Returns the sizes of this process's buffers on devices, each once, and keeps none alive."""
     arrays = (x for x in jax.live_arrays() if x.dtype == dtype)
-    return [shard.data.size for x in arrays for shard in x.addressable_shards]
+    parts = (shard.data for x in arrays for shard in x.addressable_shards)
+    return [*{part.unsafe_buffer_pointer(): part.size for part in parts}.values()]
 
 
 def _published(params: Params, specs: Specs, *, dtype: np.dtype) -> Iterator[tuple[str, Any]]:
