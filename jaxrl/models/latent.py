@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.layers import Layer, LayerContext, project, rms_norm
+from jaxrl.models.layers import Layer, LayerContext, own_ranks, project, rms_norm
 from jaxrl.models.products import batched_matmul, matmul
 from jaxrl.models.rope import RopeTable, apply_rope
 
@@ -91,7 +91,8 @@ def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> ja
         return _batched(q, matrix.swapaxes(1, 2), context=context)
 
     def adapter() -> jax.Array:
-        return matmul(by_head("kv_up_b"), layer["kv_up_a"].T, precision=precision)
+        low = own_ranks(by_head("kv_up_b"), layer)
+        return matmul(low, layer["kv_up_a"].T, precision=precision)
 
     return _adapted(by_head("kv_up"), adapter, layer, context=context)
 
@@ -108,7 +109,8 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
         return _batched(x, matrix, context=context)
 
     def adapter() -> jax.Array:
-        return by_head(matmul(low, layer["kv_up_a"], precision=precision), "kv_up_b")
+        narrow = matmul(low, layer["kv_up_a"], precision=precision)
+        return by_head(own_ranks(narrow, layer), "kv_up_b")
 
     return _adapted(by_head(low, "kv_up"), adapter, layer, context=context)
 

@@ -145,6 +145,10 @@ class LayerContext(NamedTuple):
         return precision.rounded(wide, "embedding")
 
 
+OWN = "own"
+"""Name of bool[B, rank] beside a layer's parameters: the ranks of joined adapters that belong to
+each row."""
+
 _DIVIDED = ("q", "k", "v", "qkv")  # projections that are rounded once they are divided by heads
 
 
@@ -154,10 +158,18 @@ def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> j
     y = matmul(x, layer[name], precision=precision)
     if f"{name}_a" not in layer:
         return y if name in _DIVIDED else precision.rounded(y, "products")
-    low = matmul(x, layer[f"{name}_a"], precision=precision)
+    low = own_ranks(matmul(x, layer[f"{name}_a"], precision=precision), layer)
     more = matmul(low, layer[f"{name}_b"], precision=precision)
     wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
     return precision.rounded(wide, "products")
+
+
+def own_ranks(low: jax.Array, layer: Layer) -> jax.Array:
+    """Keeps each row's own adapter in the results [B, ..., rank] of joined ones (`lora.joined`)."""
+    if OWN not in layer:
+        return low
+    own = layer[OWN]
+    return jnp.where(own.reshape(len(own), *(1,) * (low.ndim - 2), -1), low, 0)
 
 
 def add_bias(y: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:

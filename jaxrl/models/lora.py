@@ -146,14 +146,49 @@ def attach(params: Any) -> Params:
     """Builds the decoder's input: adapters beside their matrices, with the scale folded into B."""
     if not isinstance(params, Adapted):
         return params
+    return declared(Adapted(scaled(params), params.frozen, params.alpha))
 
-    def scaled(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
+
+def scaled(params: Adapted) -> Params:
+    """Returns the adapters with the scale folded into B."""
+
+    def one(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
         if not path[-1].key.endswith("_b"):
             return value
         return (params.scale * value.astype(jnp.float32)).astype(value.dtype)
 
-    adapters = jax.tree.map_with_path(scaled, params.adapters)
-    return declared(Adapted(adapters, params.frozen, params.alpha))
+    return jax.tree.map_with_path(one, params.adapters)
+
+
+def joined(several: Sequence[Params]) -> Params:
+    """Joins `scaled` adapters of one base along their ranks: A [L, S * R, in], B [L, out, S * R].
+
+    R is the same for all of `several`, a power of two of at least 16: smaller ranks end with zeros,
+    and a matrix that one of them does not adapt has zeros. `layers.OWN` then chooses a row's own.
+    """
+    flat: list[Any] = [traverse_util.flatten_dict(one) for one in several]
+    whole = {path: x for one in flat for path, x in one.items()}
+
+    def rank(path: tuple[str, ...], x: jax.Array) -> int:
+        return x.shape[1 if path[-1].endswith("_a") else 2]
+
+    most = max((rank(path, x) for one in flat for path, x in one.items()), default=1)
+    room = max(16, 1 << (most - 1).bit_length())
+
+    def join(path: tuple[str, ...]) -> jax.Array:
+        axis = 1 if path[-1].endswith("_a") else 2
+
+        def part(x: jax.Array | None) -> jax.Array:
+            if x is None:
+                shape = list(whole[path].shape)
+                shape[axis] = room
+                return jnp.zeros(shape, whole[path].dtype)
+            more = room - x.shape[axis]
+            return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+        return jnp.concatenate([part(one.get(path)) for one in flat], axis=axis)
+
+    return traverse_util.unflatten_dict({path: join(path) for path in whole})
 
 
 def merge(params: Any) -> Params:

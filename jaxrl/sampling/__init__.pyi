@@ -1,6 +1,7 @@
 from .base import (
     ClosedError as ClosedError,
     Completion as Completion,
+    OwnTurn as OwnTurn,
     Sampler as Sampler,
     SamplingParams as SamplingParams,
     Turn as Turn,

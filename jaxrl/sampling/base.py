@@ -140,6 +140,14 @@ class Turn(NamedTuple):
     cache: TurnCache | None = None  # of the episode; with None, nothing is kept
 
 
+class OwnTurn(NamedTuple):
+    """A turn, its settings, and the index of its adapters; None for the frozen weights alone."""
+
+    turn: Turn
+    params: SamplingParams  # `max_tokens` is ignored
+    adapters: int | None = None
+
+
 class Sampler(Protocol):
     """Samples completions from the policy version that it serves."""
 

@@ -10,7 +10,8 @@ from tinker.types._pydantic_types.save_weights_for_sampler_response import (
 )
 
 from jaxrl.service.pool import Scored
-from jaxrl.service.sampling import Answer
+from jaxrl.service.sampling import Answer, Request
+from jaxrl.service.scoring import Top
 from jaxrl.service.wire import Batch, write_output
 
 __all__ = ["Published", "encode", "failure", "output", "samples"]
@@ -62,25 +63,62 @@ def metrics(batch: Batch, scored: Scored) -> dict[str, float]:
     }
 
 
-def samples(answer: Answer) -> bytes:
-    """Encodes samples and the scores of their prompt."""
+def samples(request: Request, answer: Answer) -> bytes:
+    """Encodes the samples of a request and the scores of its prompt."""
     message = proto.SampleResponse()
-    for one in answer.samples:
-        message.sequences.add(
+    for index, one in enumerate(answer.samples):
+        found = message.sequences.add(
             stop_reason=proto.STOP_REASON_STOP
             if one.finish_reason == "stop"
             else proto.STOP_REASON_LENGTH,
             tokens=one.tokens.astype(np.int32).tobytes(),
             logprobs=one.logprobs.astype(np.float32).tobytes(),
         )
-    if answer.logprobs is not None:
-        message.prompt_logprobs = answer.logprobs.tobytes()
-    if answer.top is not None:
-        ids, values = answer.top
-        message.topk_prompt_logprobs.token_ids = ids.tobytes()
-        message.topk_prompt_logprobs.logprobs = values.tobytes()
-        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = ids.shape
+        if answer.top:
+            _write_top(found.topk_sampled_logprobs, answer.top[index])
+    scores = answer.scores
+    if scores is None:
+        return message.SerializeToString()
+    if request.prompt_logprobs:
+        message.prompt_logprobs = scores.logprobs.tobytes()
+    if scores.top is not None:
+        _write_top(message.topk_prompt_logprobs, scores.top)
+    if scores.targets is not None:
+        _write_targets(message.target_prompt_logprobs, scores.targets, request)
+    if scores.draws is not None:
+        ids, values = scores.draws
+        _write_dense(message.prompt_alt_tokens.tokens, ids.astype(np.int64))
+        _write_dense(message.prompt_alt_tokens.logprobs, values)
     return message.SerializeToString()
+
+
+def _write_top(message: Any, top: Top) -> None:
+    ids, values = top
+    message.token_ids = ids.astype(np.int32).tobytes()
+    message.logprobs = values.astype(np.float32).tobytes()
+    message.length, message.k = ids.shape
+
+
+def _write_dense(message: Any, values: np.ndarray) -> None:
+    wide = values.dtype == np.int64
+    message.dtype = proto.DTYPE_INT64 if wide else proto.DTYPE_FLOAT32
+    message.shape.extend(values.shape)
+    message.dense = (values if wide else values.astype(np.float32)).tobytes()
+
+
+def _write_targets(message: Any, values: np.ndarray, request: Request) -> None:
+    """Writes log-probs in the layout of the ids that the request named."""
+    layout = request.sparse
+    if layout is None:
+        return _write_dense(message, values)
+    crow, columns = (np.asarray(part, np.int64) for part in layout)
+    rows = np.repeat(np.arange(len(values)), np.diff(crow))
+    message.dtype = proto.DTYPE_FLOAT32
+    message.shape.extend(values.shape)
+    message.sparse_csr.values = values[rows, columns].astype(np.float32).tobytes()
+    message.sparse_csr.crow_indices = crow.tobytes()
+    message.sparse_csr.col_indices = columns.tobytes()
+    return None
 
 
 def _json(content: dict[str, Any]) -> bytes:

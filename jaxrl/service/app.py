@@ -249,7 +249,7 @@ async def _accept(
                 engine.queue.drop(target, seq)
             raise RefusedError(str(refused)) from None
         if not ordered:
-            payload = payload._replace(weights=weights)
+            payload = engine.with_weights(payload, weights)
         if engine.store.accept(name, body=body, **values):
             engine.queue.add(Work(name, kind, target, seq, payload))
         return _acknowledged(engine, name, target)

@@ -14,7 +14,7 @@ from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Kind, Pool, Tenant
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
-from jaxrl.service.sampling import Samplers
+from jaxrl.service.sampling import BASE, Request, Samplers
 from jaxrl.service.state import Store, dumps
 from jaxrl.service.wire import RefusedError
 
@@ -135,7 +135,7 @@ class Engine:
             try:
                 payload = decode(row["kind"], row["body"], self.limits)
                 if row["kind"] == "sample":
-                    payload = payload._replace(weights=self.weights_of(row["target"]))
+                    payload = self.with_weights(payload, self.weights_of(row["target"]))
             except RefusedError as error:  # the model has changed
                 self.store.finish(
                     row["id"], answers.failure(error, user=True), form="json", status="failed"
@@ -151,6 +151,14 @@ class Engine:
         if row is None:
             raise RefusedError(f"there is no sampling session {sampler!r}; create one")
         return row["path"]
+
+    def with_weights(self, request: Request, name: str) -> Request:
+        """Names the weights of a request for samples, those of a sampling session."""
+        whole = ""
+        if name != BASE:
+            model = types.ParsedCheckpointTinkerPath.from_tinker_path(name).training_run_id
+            whole = "" if self.kind(model).rank else name
+        return request._replace(weights=name, whole=whole)
 
     def _run(self) -> None:
         while (taken := self.queue.take(most=self._most)) is not None:
@@ -176,10 +184,9 @@ class Engine:
                 self._guarded(do, [work])
 
     def _sample(self, works: Sequence[Work]) -> None:
-        for work, answer in zip(
-            works, self._samplers.answer([work.payload for work in works]), strict=True
-        ):
-            self.finish(work.id, answers.samples(answer), form="proto")
+        for place, answer in self._samplers.answers([work.payload for work in works]):
+            found = answers.samples(works[place].payload, answer)
+            self.finish(works[place].id, found, form="proto")
 
     def _train(self, works: Sequence[Work]) -> None:
         kind = self.kind(works[0].target)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from jaxrl.service.requests import Work
-from jaxrl.service.sampling import Request
+from jaxrl.service.sampling import TOGETHER, Request
 from jaxrl.service.wire import Batch
 
 
@@ -115,14 +115,16 @@ class Queue:
 
     def _sampling(self, most: int) -> list[Work]:
         taken: list[Work] = []
-        seeds, count = set(), 0
+        weights, count = set[str](), 0
         for work in list(self._samples.values()):
             one: Request = work.payload
-            if taken and one.settings != taken[0].payload.settings:
+            if taken and one.whole != taken[0].payload.whole:
                 continue
-            if one.seed in seeds or (taken and count + one.count > most):
+            if taken and count + one.count > most:
                 continue
-            seeds.add(one.seed)
+            if len(weights | {one.weights}) > TOGETHER:
+                continue
+            weights.add(one.weights)
             count += one.count
             taken.append(self._samples.pop(work.id))
         return taken

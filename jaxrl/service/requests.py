@@ -9,6 +9,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 
 from jaxrl.service.sampling import BASE, Request
+from jaxrl.service.scoring import Asked
 from jaxrl.service.wire import RefusedError, check_tokens, read_batch
 
 TRAINING = ("create", "load", "compute", "step", "save", "publish")
@@ -87,9 +88,6 @@ def _read_step(request: types.OptimStepRequest) -> dict[str, float]:
 
 
 def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
-        if getattr(request, name):
-            raise RefusedError(f"{name} is not supported by this server; leave it out")
     if request.record_stability_info:
         raise RefusedError("record_stability_info: stable_reinforce is not supported; leave it out")
     try:
@@ -121,5 +119,67 @@ def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
         stop=stop,
         seed=int(params.seed or 0),
         prompt_logprobs=bool(request.prompt_logprobs),
-        top=request.topk_prompt_logprobs,
+        last=_last(request, len(prompt)),
+        asked=_asked(request, len(prompt), limits),
+        sparse=_layout(request),
+        top=_count(request, "topk_sample_logprobs", limits.vocab_size),
     )
+
+
+def _asked(request: types.SampleRequest, size: int, limits: Limits) -> Asked:
+    """Reads which scores of the prompt are asked for."""
+    params = request.sampling_params
+    targets = None
+    if request.target_prompt_logprobs is not None:
+        targets = _dense_targets(request.target_prompt_logprobs)
+        if targets.ndim != 2 or len(targets) != size - 1 or not np.any(targets >= 0):
+            raise RefusedError(
+                f"target_prompt_logprobs has shape {list(targets.shape)}; it must name a "
+                f"token, and have {size - 1} rows, one for each token of the prompt after the first"
+            )
+        check_tokens(targets[targets != -1], "target_prompt_logprobs", vocab_size=limits.vocab_size)
+    return Asked(
+        top=_count(request, "topk_prompt_logprobs", limits.vocab_size),
+        targets=targets,
+        draws=_count(request, "prompt_alt_tokens_k", limits.vocab_size),
+        temperature=float(params.temperature),
+        seed=int(params.seed or 0),
+    )
+
+
+def _dense_targets(tensor: Any) -> np.ndarray:
+    """Returns token ids as a dense array; entries that a sparse one leaves out are -1."""
+    values = np.asarray(tensor.data, np.int64)
+    shape = tuple(tensor.shape or values.shape)
+    try:
+        if tensor.sparse_crow_indices is None:
+            return values.reshape(shape).astype(np.int32)
+        found = np.full(shape, -1, np.int32)
+        rows = np.repeat(np.arange(shape[0]), np.diff(tensor.sparse_crow_indices))
+        found[rows, np.asarray(tensor.sparse_col_indices, np.int64)] = values
+        return found
+    except (ValueError, IndexError) as error:
+        raise RefusedError(f"target_prompt_logprobs does not fit {list(shape)}: {error}") from None
+
+
+def _layout(request: types.SampleRequest) -> tuple[Any, Any] | None:
+    tensor = request.target_prompt_logprobs
+    if tensor is None or tensor.sparse_crow_indices is None:
+        return None
+    return tensor.sparse_crow_indices, tensor.sparse_col_indices
+
+
+def _count(request: types.SampleRequest, name: str, most: int) -> int:
+    value = getattr(request, name)
+    if not 0 <= value <= most:
+        raise RefusedError(f"{name} = {value}; it must be 0 to {most}")
+    return value
+
+
+def _last(request: types.SampleRequest, size: int) -> int | None:
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 0 < last < size):
+        raise RefusedError(
+            f"prompt_logprobs_last_n = {last}: it needs prompt_logprobs and must be 1 to {size - 1}"
+        )
+    return last

@@ -3,25 +3,25 @@
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.core import Precision, as_served, cast, jit, sampler_precision
 from jaxrl.data import Tokenizer
-from jaxrl.models import Head, Model, lora, whole_logits
-from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
-from jaxrl.service.pool import Base, scored
-from jaxrl.service.rows import power_of_two
+from jaxrl.models import Params, lora
+from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
+from jaxrl.service.pool import Base
+from jaxrl.service.scoring import Asked, Scorer, Scores, Top
 from jaxrl.sharding import Layout
 
 BASE = ""
 """Name of the base model's own weights."""
 
-_KEPT = 8  # weights on the devices; others are read again from their checkpoint
+TOGETHER = 16
+"""The most adapters in one batch of samples: each costs all its tokens a product."""
+
+_KEPT = 16  # adapters on the devices; others are read again from their checkpoint
 
 
 class Request(NamedTuple):
@@ -35,7 +35,12 @@ class Request(NamedTuple):
       stop: the ids of tokens that end one, or texts; None for the model's own end tokens.
       seed: samples are a function of weights, prompt, settings and seed.
       prompt_logprobs: whether the prompt's tokens are scored.
-      top: number of most probable tokens to name at each position of the prompt.
+      last: the number of its last tokens that are; None for all.
+      asked: further scores of the prompt.
+      sparse: row pointers and columns, if the targets of `asked` were sent as a sparse array.
+      top: number of most probable tokens to name at each position of the samples.
+      whole: `weights`, if they are all parameters instead of adapters to the base: requests of one
+        batch have this in common.
     """
 
     weights: str
@@ -48,12 +53,11 @@ class Request(NamedTuple):
     stop: tuple[int, ...] | tuple[str, ...] | None
     seed: int
     prompt_logprobs: bool = False
+    last: int | None = None
+    asked: Asked = Asked()
+    sparse: tuple[Sequence[int], Sequence[int]] | None = None
     top: int = 0
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """The settings that requests of one batch share."""
-        return self.weights, self.temperature, self.top_p, self.top_k, self.stop
+    whole: str = ""
 
 
 class Answer(NamedTuple):
@@ -61,17 +65,56 @@ class Answer(NamedTuple):
 
     Attributes:
       samples: in the order of their indices.
-      logprobs: f32[P], NaN at the first token; None if not asked for.
-      top: (ids i32[P, k], log-probs f32[P, k]) of the most probable tokens; None if not asked for.
+      scores: of the prompt's tokens; None if nothing of it was asked for.
+      top: of each sample, the most probable tokens at its positions; empty if not asked for.
     """
 
     samples: Sequence[Completion]
-    logprobs: np.ndarray | None
-    top: tuple[np.ndarray, np.ndarray] | None
+    scores: Scores | None
+    top: Sequence[Top] = ()
+
+
+class Backend(Protocol):
+    """A sampler that serves weights with all parameters, and adapters beside the base's."""
+
+    def load(self, weights: Any) -> None:
+        """Serves these weights from now on."""
+        ...
+
+    def draw(
+        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yields the place of a turn and its completion, as they finish. Turns name adapters by
+        their order."""
+        ...
+
+
+class Embedded:
+    """The embedded sampler as a `Backend`."""
+
+    def __init__(self, base: Base, *, max_batch: int, layout: Layout | None = None) -> None:
+        """Makes the sampler: `max_batch` samples at once, on the devices of `layout`, if there are
+        several."""
+        settings: dict[str, Any] = {"precision": base.precision, "max_batch": max_batch}
+        model = base.model
+        if layout is not None:
+            model, settings["layout"] = model._replace(local=layout.local), layout
+        self.sampler = EmbeddedSampler(model, base.params, **settings)
+
+    def load(self, weights: Any) -> None:
+        """See `Backend.load`."""
+        self.sampler.load(weights, version=0)
+
+    def draw(
+        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
+    ) -> Iterator[tuple[int, Completion]]:
+        """See `Backend.draw`."""
+        return self.sampler.sample_own(turns, list(adapters.values()))
 
 
 class Samplers:
-    """The embedded sampler, which serves one set of weights after another."""
+    """Weights and the sampler that serves them. A batch mixes adapters of one base, and settings of
+    any kind; weights with all parameters have a batch of their own."""
 
     def __init__(
         self,
@@ -80,68 +123,91 @@ class Samplers:
         tokenizer: Tokenizer,
         end_ids: Sequence[int],
         load: Callable[[str], Any],
-        max_batch: int,
-        layout: Layout | None = None,
+        backend: Backend,
     ) -> None:
-        """Makes a sampler.
+        """Serves the base.
 
         Args:
           base: the model.
           tokenizer: the model's, for texts that end a sample.
           end_ids: tokens that end a sample if the request names none.
           load: name -> weights, `lora.Adapted` or plain, in `precision.wire`.
-          max_batch: the most samples decoded at once.
-          layout: the devices of samples, if there are several.
+          backend: draws the samples; it has the base's weights.
         """
         self._base, self._tokenizer, self._end_ids = base, tokenizer, tuple(end_ids)
-        self._load, self._loaded = load, OrderedDict[str, Any]()
+        self._load, self._loaded, self._whole = load, OrderedDict[str, Any](), ""
         self._texts = functools.lru_cache(maxsize=64)(functools.partial(StopTexts, tokenizer))
-        settings: dict[str, Any] = {"precision": base.precision, "max_batch": max_batch}
-        model = base.model
-        if layout is not None:
-            model, settings["layout"] = model._replace(local=layout.local), layout
-        self._sampler = EmbeddedSampler(model, base.params, **settings)
+        self._backend = backend
         self._serving: Any = base.params
-        self._score = jit(
-            functools.partial(_score, model=base.model, precision=base.precision),
-            static_argnames=("top",),
-        )
+        self._scorer = Scorer(base)
 
     def keep(self, name: str, weights: Any) -> None:
         """Keeps weights on the devices, so that the next request need not load them."""
-        self._loaded[name] = lora.attach(weights)
+        adapted = isinstance(weights, lora.Adapted)
+        self._loaded[name] = lora.scaled(weights) if adapted else weights
         self._loaded.move_to_end(name)
-        while len(self._loaded) > _KEPT:
-            self._loaded.popitem(last=False)
+        if not adapted and name != self._whole:  # one at a time
+            self._loaded.pop(self._whole, None)
+            self._whole = name
+        several = [one for one in self._loaded if one != self._whole]
+        for old in several[: max(0, len(several) - _KEPT)]:
+            del self._loaded[old]
 
-    def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers requests with equal `settings`, in one batch. Their seeds must differ."""
-        first = requests[0]
-        weights = self._weights(first.weights)
-        if weights is not self._serving:
-            self._sampler.load(weights, version=0)
-            self._serving = weights
-        turns = [
-            Turn(one.prompt, _index(one.seed), sample, one.max_tokens)
-            for one in requests
-            for sample in range(one.count)
-        ]
-        params = self._params(first)
-        found: dict[int, list[Completion]] = {}
-        for completion in self._sampler.sample_turns(turns, params):
-            found.setdefault(completion.prompt_index, []).append(completion)
-        answers = []
-        for one in requests:
-            samples = sorted(found[_index(one.seed)], key=lambda c: c.sample_index)
-            logprobs, top = None, None
-            if one.prompt_logprobs or one.top:
-                logprobs, top = self._prompt(weights, one)
-            answers.append(Answer(samples, logprobs if one.prompt_logprobs else None, top))
-        return answers
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        """Answers requests that may be in one batch, see `Request.whole`; yields the place of each
+        with its answer, as soon as it has all its samples."""
+        whole = requests[0].whole
+        names = [one.weights for one in requests]
+        adapters = {name: self._weights(name) for name in names if name != BASE and not whole}
+        served = self._weights(names[0]) if whole else self._base.params
+        if served is not self._serving:
+            self._backend.load(served)
+            self._serving = served
+        place_of = {name: place for place, name in enumerate(adapters)}
+        owners, turns = list[int](), list[OwnTurn]()
+        for place, one in enumerate(requests):
+            params, mine = self._params(one), place_of.get(one.weights)
+            for sample in range(one.count):
+                turn = Turn(one.prompt, _index(one.seed), sample, one.max_tokens)
+                turns.append(OwnTurn(turn, params, mine))
+                owners.append(place)
+        found: list[list[Completion]] = [[] for _ in requests]
+        for number, completion in self._draw(turns, adapters):
+            place = owners[number]
+            one, samples = requests[place], found[place]
+            samples.append(completion)
+            if len(samples) < one.count:
+                continue
+            weights = served
+            if one.weights in adapters:
+                weights = lora.declared(lora.Adapted(adapters[one.weights], served, 1.0))
+            samples.sort(key=lambda c: c.sample_index)
+            yield place, self._answer(one, samples, weights)
+
+    def _draw(self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]) -> Any:
+        try:
+            yield from self._backend.draw(turns, adapters)
+        except Exception:
+            self._serving = None  # a server may have restarted
+            raise
+
+    def _answer(self, one: Request, samples: Sequence[Completion], weights: Any) -> Answer:
+        """Adds the scores that a request asks for."""
+        scores, top = None, list[Top]()
+        if one.prompt_logprobs or one.asked.wanted:
+            scores = self._scorer.score(weights, one.prompt, one.asked)
+            if one.last is not None:
+                scores.logprobs[: -one.last] = np.nan
+        for sample in samples if one.top else ():
+            whole = np.concatenate([one.prompt, sample.tokens])
+            found = self._scorer.score(weights, whole, Asked(one.top)).top
+            assert found is not None
+            ids, values = found
+            top.append((ids[len(one.prompt) :], values[len(one.prompt) :]))
+        return Answer(samples, scores, top)
 
     def _weights(self, name: str) -> Any:
-        if name == BASE:
-            return self._base.params
+        """Returns weights with all parameters, or adapters with their scale folded in."""
         if name not in self._loaded:
             self.keep(name, self._load(name))
         self._loaded.move_to_end(name)
@@ -162,56 +228,6 @@ class Samplers:
             stop=tuple((end,) for end in ends),
             stop_texts=texts,
         )
-
-    def _prompt(self, weights: Any, request: Request) -> tuple[np.ndarray, Any]:
-        """Scores the tokens of a prompt, as the sampler computes."""
-        size, top = len(request.prompt), request.top
-        length = power_of_two(max(size + 1, 64))
-        tokens = np.zeros((self._base.layout.count("batch"), length), np.int32)
-        tokens[0, :size] = request.prompt
-        logprobs, names, values = jax.device_get(
-            self._score(weights, tokens, np.int32(size), top=top)
-        )
-        logprobs = np.concatenate([[np.nan], logprobs[0, : size - 1]]).astype(np.float32)
-        if not top:
-            return logprobs, None
-        # The first token has nothing before it.
-        ids = np.concatenate([np.zeros((1, top)), names[0, : size - 1]]).astype(np.int32)
-        tops = np.concatenate([np.full((1, top), -99999.0), values[0, : size - 1]])
-        return logprobs, (ids, tops.astype(np.float32))
-
-
-def _score(
-    weights: Any,
-    tokens: jax.Array,
-    size: jax.Array,
-    *,
-    model: Model,
-    precision: Precision,
-    top: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes log-probs of the next tokens, f32[B, T], and the `top` most probable ones."""
-    served, own = as_served(weights, precision), sampler_precision(precision)
-    served = cast(served, own.compute)
-    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    segments = (index < size).astype(jnp.int32)
-    hidden = model.hidden(served, tokens, index, segments, precision=own)
-    head = model.gathered_head(served)
-    arrays = {"targets": jnp.roll(tokens, -1, axis=1), "mask": index < size - 1}
-    logprobs = scored(hidden, head, arrays, precision=own)[:, :, 0]
-    if not top:
-        return logprobs, tokens, logprobs
-    every = jax.lax.map(lambda row: _row_top(row, head, top=top, precision=own), hidden[0][:, None])
-    return logprobs, every[0][None], every[1][None]
-
-
-def _row_top(
-    row: jax.Array, head: Head, *, top: int, precision: Precision
-) -> tuple[jax.Array, jax.Array]:
-    """Finds the most probable next tokens after one position: ids i32[k], log-probs f32[k]."""
-    logits = whole_logits(row, head, precision=precision)[0]
-    values, ids = jax.lax.top_k(jax.nn.log_softmax(logits), top)
-    return ids, values
 
 
 def _index(seed: int) -> int:

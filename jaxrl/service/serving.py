@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.listing import listing_routes
 from jaxrl.service.pool import Base
-from jaxrl.service.sampling import Samplers
+from jaxrl.service.sampling import Backend, Embedded, Samplers
 from jaxrl.service.state import Store
 
 _KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
@@ -55,40 +55,37 @@ def open_service(
         attention=settings.attention,
     )
     base = Base(model, params, precision, layout)
-    store = Store(directory / "state.sqlite")
-    store.forget_answers(before=time.time() - _KEPT_SECONDS)
-    samplers = functools.partial(_samplers, base, checkpoint, settings.max_batch)
-    engine = Engine(
-        base,
-        store=store,
-        files=Files(directory, base_name=name),
-        samplers=samplers,
-        microbatch_tokens=settings.microbatch_tokens,
-        max_batch=settings.max_batch,
-        slots=settings.slots,
-        snapshot_seconds=settings.snapshot_seconds,
-    )
-    owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
-    service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
-    try:
+    with ExitStack() as closing:
+        store = Store(directory / "state.sqlite")
+        closing.callback(store.close)
+        store.forget_answers(before=time.time() - _KEPT_SECONDS)
+        engine = Engine(
+            base,
+            store=store,
+            files=Files(directory, base_name=name),
+            samplers=functools.partial(_samplers, base, checkpoint, _backend(settings, base)),
+            microbatch_tokens=settings.microbatch_tokens,
+            max_batch=settings.max_batch,
+            slots=settings.slots,
+            snapshot_seconds=settings.snapshot_seconds,
+        )
+        closing.callback(engine.close)
+        owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
+        service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
         yield application(service, listing_routes(service))
-    finally:
-        engine.close()
-        store.close()
 
 
 def _samplers(
-    base: Base, checkpoint: Checkpoint, max_batch: int, load: Callable[[str], Any]
+    base: Base, checkpoint: Checkpoint, backend: Backend, load: Callable[[str], Any]
 ) -> Samplers:
-    own = None
-    if base.layout.mesh.size > 1:
-        sums = base.precision.sums
-        own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
     return Samplers(
-        base,
-        tokenizer=checkpoint.tokenizer,
-        end_ids=checkpoint.end_ids,
-        load=load,
-        max_batch=max_batch,
-        layout=own,
+        base, tokenizer=checkpoint.tokenizer, end_ids=checkpoint.end_ids, load=load, backend=backend
     )
+
+
+def _backend(settings: TinkerConfig, base: Base) -> Backend:
+    """Makes the embedded sampler, with the base's weights."""
+    own, sums = None, base.precision.sums
+    if base.layout.mesh.size > 1:
+        own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
+    return Embedded(base, max_batch=settings.max_batch, layout=own)

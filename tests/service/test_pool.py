@@ -9,7 +9,8 @@ from jaxrl.core import Precision, cast
 from jaxrl.models import decoder, lora
 from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
-from jaxrl.service.sampling import Request, Samplers
+from jaxrl.service.sampling import Embedded, Request, Samplers
+from jaxrl.service.scoring import Asked
 from jaxrl.service.wire import Batch, Datum
 from jaxrl.sharding import PRESETS, Layout, make_mesh, place
 from tests import tiny
@@ -191,16 +192,16 @@ def test_a_mesh_computes_what_one_device_computes(base, kind):
             tokenizer=None,
             end_ids=(),
             load=None,
-            max_batch=8,
-            layout=None if one is base else layout,
+            backend=Embedded(one, max_batch=8, layout=None if one is base else layout),
         )
         for one in (base, cut)
     ]
     for own, pool, name in zip(samplers, (alone, several), (names[0], "c"), strict=True):
         own.keep("w", served(pool, pool.weights(name)))
-    asked = Request("w", np.arange(2, 9, dtype=np.int32), 2, 5, 0.0, 1.0, 0, (), 1, True, 3)
-    first, second = (own.answer([asked])[0] for own in samplers)
-    np.testing.assert_allclose(second.logprobs, first.logprobs, atol=1e-5)
+    asked = Request("w", np.arange(2, 9, dtype=np.int32), 2, 5, 0.0, 1.0, 0, (), 1, True)
+    asked = asked._replace(asked=Asked(top=3))
+    first, second = (next(own.answers([asked]))[1] for own in samplers)
+    np.testing.assert_allclose(second.scores.logprobs, first.scores.logprobs, atol=1e-5)
     for one, other in zip(second.samples, first.samples, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -18,8 +18,8 @@ def compute(model: str, seq: int, *, loss: str = "cross_entropy") -> Work:
     return Work(f"{model}:{seq}", "compute", model, seq, Batch([DATUM], loss, False))
 
 
-def sample(name: str, seed: int, *, weights: str = "") -> Work:
-    one = Request(weights, np.zeros(2, np.int32), 2, 4, 1.0, 1.0, -1, None, seed)
+def sample(name: str, seed: int, *, weights: str = "", whole: str = "") -> Work:
+    one = Request(weights, np.zeros(2, np.int32), 2, 4, 1.0, 1.0, -1, None, seed, whole=whole)
     return Work(name, "sample", name, 0, one)
 
 
@@ -59,13 +59,20 @@ def test_others_do_not_wait_for_a_step_or_a_refused_request():
     assert taken(queue) == ["a:2"]
 
 
-def test_samples_of_one_batch_have_the_same_weights_and_other_seeds():
+def test_samples_of_one_batch_share_the_base():
     queue = queue_of()
-    for work in (sample("x", 1), sample("y", 1), sample("z", 2), sample("w", 3, weights="other")):
+    for work in (
+        sample("x", 1),
+        sample("y", 1, weights="adapters"),
+        sample("z", 2, weights="all", whole="all"),
+        sample("w", 3, weights="other"),
+        sample("v", 3),
+        sample("u", 4),
+    ):
         queue.add(work)
-    assert taken(queue) == ["x", "z"]
-    assert queue.cancel("w") is not None
-    assert taken(queue) == ["y"]
+    assert taken(queue) == ["x", "y", "w", "v"]
+    assert queue.cancel("u") is not None
+    assert taken(queue) == ["z"]
     queue.close()
     assert queue.take(most=8) is None
 

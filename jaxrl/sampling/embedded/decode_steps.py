@@ -19,7 +19,7 @@ from jaxrl.core.kept import RECORD
 from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
-from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, draw_tokens
+from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, RowSettings, draw_tokens
 from jaxrl.sampling.embedded.kv_cache import Cache, decode_step
 from jaxrl.sampling.embedded.stopping import Ending, advance
 
@@ -34,6 +34,7 @@ class RowPlan:
     index: jax.Array | np.ndarray  # i32[B, 2], prompt and sample index of the completion
     limit: jax.Array | np.ndarray  # i32[B], most tokens; 0 for rows that only pad the batch
     ending: Ending  # of completions without tokens
+    own: RowSettings | None = None  # of turns with settings of their own
 
 
 @struct.dataclass
@@ -48,6 +49,7 @@ class RowStates:
     length: jax.Array  # i32[B], tokens of the completion
     limit: jax.Array  # i32[B], most tokens of it; 0 in rows that only pad the batch
     stopped: jax.Array  # bool[B], by a stop sequence or text
+    own: RowSettings | None = None  # of turns with settings of their own
 
     @property
     def positions(self) -> jax.Array:
@@ -99,8 +101,9 @@ def draw_first(
     logits: jax.Array, lengths: jax.Array, *, plan: RowPlan, key: jax.Array, settings: DrawSettings
 ) -> tuple[RowStates, Segment]:
     """Draws the first tokens of a batch from the logits [N, V] after N prompts of `lengths` i32[N]
-    tokens, with the request's key[]."""
+    tokens, with the request's key[], or key[B] of each row's own."""
     key = completion_keys(key, plan.index)
+    settings = settings if plan.own is None else plan.own.drawing(settings)
     prompt, limit = jnp.asarray(plan.prompt), jnp.asarray(plan.limit)
     drawn, ending, stopped = draw_next(
         logits[prompt], key, jnp.zeros_like(prompt), plan.ending, settings=settings
@@ -113,6 +116,7 @@ def draw_first(
         length=jnp.ones_like(prompt),
         limit=limit,
         stopped=stopped,
+        own=plan.own,
     )
     return states, Segment(jax.tree.map(lambda x: x[None], drawn), jnp.int32(1))
 
@@ -149,9 +153,11 @@ def decode_segment(
             positions=rows.positions,
             model=model,
             precision=precision,
+            own=None if rows.own is None else rows.own.own,
         )
+        mine = settings if rows.own is None else rows.own.drawing(settings)
         drawn, ending, stopped = draw_next(
-            logits, rows.key, rows.length, rows.ending, settings=settings
+            logits, rows.key, rows.length, rows.ending, settings=mine
         )
         rows = dataclasses.replace(
             rows,

@@ -1,7 +1,8 @@
 """Draws a token from logits and computes its log-probability."""
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,28 @@ from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation
 class DrawSettings:
     """Sampling parameters as arrays, so that all values share the compiled program."""
 
-    temperature: jax.Array | None  # f32[]; None is greedy
+    temperature: jax.Array | None  # f32[]; None is greedy; f32[B], of each row, 0 is greedy
     truncation: Truncation
     stops: Stops
     record: bool = struct.field(pytree_node=False)  # the tokens that truncation keeps
+
+
+@struct.dataclass(kw_only=True)
+class RowSettings:
+    """Settings of each row of a batch, for requests whose turns have their own."""
+
+    temperature: Any  # f32[B]; 0 is greedy
+    truncation: Truncation  # arrays [B]
+    stops: Any  # i32[B, M, S], see `Stops`
+    texts: Any  # i32[B], see `Stops`; None without texts
+    own: Any  # bool[B, rank], see `layers.OWN`; None without adapters
+
+    def drawing(self, shared: DrawSettings) -> DrawSettings:
+        """Returns the settings of drawing a token for each row."""
+        stops = dataclasses.replace(shared.stops, table=self.stops, chosen=self.texts)
+        return dataclasses.replace(
+            shared, temperature=self.temperature, truncation=self.truncation, stops=stops
+        )
 
 
 class Drawn(NamedTuple):
@@ -51,13 +70,16 @@ def draw_tokens(logits: jax.Array, keys: jax.Array, *, settings: DrawSettings) -
     Log-probs are of the distribution that the tokens are drawn from: tempered, truncated and
     renormalised. Greedy tokens have the log-prob at temperature 1.
     """
-    kept = None
+    kept, greedy, temperature = None, None, settings.temperature
     logits = logits.astype(jnp.float32)
-    if settings.temperature is not None:
-        logits = tempered(logits, settings.temperature)
+    if temperature is not None and jnp.ndim(temperature):
+        greedy = temperature == 0
+        temperature = jnp.where(greedy, 1, temperature)[:, None]
+    if temperature is not None:
+        logits = tempered(logits, temperature)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits)
-    if settings.temperature is None:
+    if temperature is None:
         tokens = _first(logits >= 0)
     else:
         weights = truncate(weights, settings.truncation)
@@ -65,6 +87,8 @@ def draw_tokens(logits: jax.Array, keys: jax.Array, *, settings: DrawSettings) -
             weights, kept = _recorded(weights)
         uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
         tokens = categorical(weights, uniforms)
+        if greedy is not None:
+            tokens = jnp.where(greedy, _first(logits >= 0), tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return Drawn(tokens, chosen - jnp.log(jnp.sum(weights, axis=-1)), kept)
 

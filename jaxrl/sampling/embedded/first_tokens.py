@@ -1,6 +1,8 @@
 """The start of a batch: runs contexts through the decoder and draws the first tokens."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,8 +52,13 @@ def start_batch(
     limit, index = np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32)
     limit[: len(turns)] = [turn.max_tokens for turn in turns]
     index[: len(turns)] = [(turn.prompt_index, turn.sample_index) for turn in turns]
-    plan = RowPlan(source, index, limit, no_ending(rows, settings.stops))
-    plan, key = jax.tree.map(request.put, plan), request.key
+    plan, key = RowPlan(source, index, limit, no_ending(rows, settings.stops)), request.key
+    if request.own is not None:
+        places = [turn.prompt_index for turn in turns]
+        index[: len(turns)] = request.own.index(places)
+        plan = dataclasses.replace(plan, own=request.own.rows(places, size=rows))
+        key = request.own.keys(places, size=rows)
+    plan = jax.tree.map(request.put, plan)
     states, first = draw_first(logits, lengths, plan=plan, key=key, settings=settings)
     return DecodeState(cache, states), first
 
@@ -61,14 +68,20 @@ def _prefill(
 ) -> tuple[Cache, jax.Array, np.ndarray, np.ndarray]:
     """Runs every distinct context once; returns the cache of N contexts, the logits after them,
     their lengths i32[N], and the context of each row, i32[B]."""
-    row_of: dict[bytes, int] = {}
-    source = np.zeros(rows, np.int32)
-    source[: len(turns)] = [row_of.setdefault(t.context.tobytes(), len(row_of)) for t in turns]
+    row_of: dict[Any, int] = {}
+    source, own = np.zeros(rows, np.int32), request.own
+    contexts = [own.prefix[t.prompt_index] if own else t.context.tobytes() for t in turns]
+    source[: len(turns)] = [row_of.setdefault(context, len(row_of)) for context in contexts]
     count = count_bucket(max(len(row_of), shape[0]), multiple=request.shards)
     tokens, lengths = np.zeros((count, shape[1]), np.int32), np.ones(count, np.int32)
     for turn, row in zip(turns, source, strict=False):
         lengths[row] = len(turn.context)
         tokens[row, : lengths[row]] = turn.context
+    ranks = None
+    if own is not None:
+        named = zip(source.tolist(), turns, strict=False)
+        place_of = {row: turn.prompt_index for row, turn in named}
+        ranks = own.rows([place_of[row] for row in range(len(row_of))], size=count).own
     cache, logits = prefill(
         request.weights,
         request.put(tokens),
@@ -77,6 +90,7 @@ def _prefill(
         precision=request.precision,
         record_experts=request.record_experts,
         for_cpu=request.on_cpu,
+        own=None if ranks is None else request.put(ranks),
     )
     return cache, logits, lengths, source
 

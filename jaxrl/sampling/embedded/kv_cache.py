@@ -19,7 +19,7 @@ from jaxrl.models.attention.blocks import TILE, attention, pad_values, softmax_p
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.block import block
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import LayerContext, embed, in_order, scan_layers
+from jaxrl.models.layers import OWN, Layer, LayerContext, embed, in_order, scan_layers
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
 from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.model import Model
@@ -70,6 +70,7 @@ def prefill(
     precision: Precision,
     record_experts: bool,
     for_cpu: bool = True,
+    own: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs prompts through the decoder.
 
@@ -81,6 +82,7 @@ def prefill(
       precision: see `sampler_precision`.
       record_experts: True to record experts, here and in `decode_step`; only for a model with them.
       for_cpu: the form of the cache.
+      own: bool[B, rank], the ranks of joined adapters that belong to each row (`layers.OWN`).
 
     Returns:
       The cache with S slots, and the next-token logits [B, V] in `precision.logits`.
@@ -103,7 +105,7 @@ def prefill(
             return out, LinearState(last, states)
 
         table, mix = tables[group.kind.rope], recur if group.linear else attend
-        x, kept, routing = block(x, layer, mix, table=table, context=context)
+        x, kept, routing = block(x, _of_rows(layer, own), mix, table=table, context=context)
         entries, state = (None, kept) if group.linear else (kept, None)
         chosen = _smallest(routing) if record_experts and routing is not None else None
         return x, (entries, state, chosen)
@@ -126,6 +128,7 @@ def decode_step(
     positions: jax.Array,
     model: Model,
     precision: Precision,
+    own: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs one more token of every row, i32[B], at its position, i32[B], through the decoder; the
     cache holds the earlier ones. For the other arguments see `prefill`.
@@ -134,7 +137,8 @@ def decode_step(
       The cache with the tokens, and the next-token logits [B, V] in `precision.logits`.
     """
     context = LayerContext(model.config, precision, local=model.local)
-    cache, x = _advance(params, cache, tokens[:, None], positions[:, None], context=context)
+    at = positions[:, None]
+    cache, x = _advance(params, cache, tokens[:, None], at, context=context, own=own)
     return cache, _logits(params, x, model=model, context=context)
 
 
@@ -189,8 +193,19 @@ def extend(
     return cache, _logits(params, last, model=model, context=context)
 
 
+def _of_rows(layer: Layer, own: jax.Array | None) -> Layer:
+    """Adds the ranks of each row to a layer's parameters."""
+    return layer if own is None else {**layer, OWN: own}
+
+
 def _advance(
-    params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, *, context: LayerContext
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    context: LayerContext,
+    own: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 with linear layers.
     Positions beyond the cache's slots are not kept.
@@ -223,7 +238,7 @@ def _advance(
             return out, dataclasses.replace(cache, linear=linear)
 
         table, mix = tables[group.kind.rope], recur if group.linear else attend
-        x, cache, routing = block(x, layer, mix, table=table, context=context)
+        x, cache, routing = block(x, _of_rows(layer, own), mix, table=table, context=context)
         if cache.experts is not None and routing is not None:
             routed = number - config.num_layers + config.routed_layers
             chosen = _smallest(routing)

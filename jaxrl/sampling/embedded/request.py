@@ -13,6 +13,7 @@ from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.embedded.decode_steps import Segment
 from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, draw_settings
+from jaxrl.sampling.embedded.own_turns import OwnTurns
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import place
 
@@ -30,10 +31,13 @@ class DecodeRequest(NamedTuple):
     closed: threading.Event
     record_experts: bool
     record_kept: bool
+    own: OwnTurns | None = None  # settings of each turn, whose prompt index is its place in them
 
     @property
     def settings(self) -> DrawSettings:
         """The settings of drawing a token."""
+        if self.own is not None:
+            return self.own.settings
         return draw_settings(self.params, record_kept=self.record_kept)
 
     @property

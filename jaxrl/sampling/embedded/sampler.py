@@ -12,10 +12,12 @@ from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision, check_products, sampler_precision
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
+from jaxrl.models.lora import Adapted, declared, joined
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import (
     Completion,
+    OwnTurn,
     Sampler,
     SamplingParams,
     Turn,
@@ -24,6 +26,7 @@ from jaxrl.sampling.base import (
 )
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
+from jaxrl.sampling.embedded.own_turns import OwnTurns
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import place
@@ -110,6 +113,7 @@ class EmbeddedSampler(Sampler):
         self._apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
         self._precision = precision  # an argument, so that samplers share the compiled program
         self._programs: dict[Any, Any] = {}
+        self._last_joined: tuple[Sequence[Params], Params] = (), {}
         self.load(params, version=version)
 
     @property
@@ -127,6 +131,73 @@ class EmbeddedSampler(Sampler):
         if self._apart:
             served = place(served, self._shardings(params))
         self._weights = _Weights(served, version)
+
+    def sample_own(
+        self, turns: Sequence[OwnTurn], adapters: Sequence[Params] = ()
+    ) -> Iterator[tuple[int, Completion]]:
+        """Samples turns with settings and adapters of their own in one batch, by one program.
+
+        A completion is the same, up to rounding, whatever the others of the batch are; with fixed
+        sums bit for bit. Turn caches are not used.
+
+        Args:
+          turns: see `OwnTurn`; `params.max_tokens` is ignored.
+          adapters: those that turns name, beside the weights that are served, from `lora.scaled`.
+            Each costs every token of the batch its products.
+
+        Yields:
+          (place of a turn, its completion), as they finish.
+
+        Raises:
+          FloatingPointError: while iterating, if the model's logits are not finite.
+          ValueError: at the call, as `sample_turns`, for a model without a KV cache, and if tokens
+            that truncation keeps are recorded.
+        """
+        if self.records_kept or not isinstance(self._model.config, DecoderConfig):
+            raise ValueError(
+                "turns with settings of their own need jaxrl's decoder and record_kept=False; use "
+                "sample_turns, with one setting for all"
+            )
+        if not turns:
+            return iter(())
+        numbered = [
+            one.turn._replace(prompt_index=place, cache=None) for place, one in enumerate(turns)
+        ]
+        numbered = self._checked(numbered)
+        weights, version = self._weights
+        count, rank = 0, 0
+        if adapters:
+            count = 1 << (len(adapters) - 1).bit_length()
+            added = Adapted(self._join(adapters, count=count), weights, 1.0)
+            weights, rank = declared(added), added.rank // count
+        own = OwnTurns(turns, adapters=count, rank=rank)
+        request = self._request(weights, version, turns[0].params)._replace(own=own)
+        return (
+            (place, one._replace(prompt_index=turns[place].turn.prompt_index))
+            for one in decode_turns(numbered, request)
+            for place in [one.prompt_index]
+        )
+
+    def _join(self, adapters: Sequence[Params], *, count: int) -> Params:
+        """Joins adapters as the sampler takes them, with some that adapt nothing up to `count`; the
+        last result is kept."""
+        known, result = self._last_joined
+        same = [id(one) for one in known] == [id(one) for one in adapters]
+        if not same:
+            if "join" not in self._programs:
+                own = None if self._layout is None else self._layout.replicated
+                self._programs["join"] = jit(_joined, static_argnums=1, out_shardings=own)
+            several = [*adapters, *[{}] * (count - len(adapters))]
+            result = self._programs["join"](several, self._precision)
+            self._last_joined = adapters, result
+        return result
+
+    def _checked(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Checks turns and sorts them: prompts of similar length are prefilled together. The sort
+        is stable, so that batches are reproducible."""
+        config = self._model.config
+        turns = check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
+        return sorted(turns, key=lambda turn: len(turn.context))
 
     def transfer_hlo(self, params: Params) -> str:
         """Returns the HLO text of the compiled program that `load` runs: it casts the weights and
@@ -159,10 +230,7 @@ class EmbeddedSampler(Sampler):
         config = self._model.config
         if self.records_kept:
             check_recorded(params, config.vocab_size)
-        turns = check_turns(turns, max_positions=config.max_positions, vocab_size=config.vocab_size)
-        # Prompts of similar length are prefilled together; the sort is stable, so that batches are
-        # reproducible.
-        turns.sort(key=lambda turn: len(turn.context))
+        turns = self._checked(turns)
         request = self._request(*self._weights, params)
         if isinstance(config, DecoderConfig):
             return decode_turns(turns, request)
@@ -171,6 +239,10 @@ class EmbeddedSampler(Sampler):
             for i in range(0, len(turns), self._max_batch)
             for completion in decode_batch_without_cache(turns[i : i + self._max_batch], request)
         )
+
+
+def _joined(several: Sequence[Params], precision: Precision) -> Params:
+    return as_served(joined(several), precision)
 
 
 def _check_whole(layout: Layout, model: Model) -> None:

@@ -11,14 +11,19 @@ from jaxrl.sampling.base import SamplingParams
 
 _ANY = -1  # in a table: matches every token
 _NOTHING = -2  # in a tail: matches no token of a table
+NEVER = -3
+"""Entry of a table of `Stops` that matches no token."""
 
 
 @struct.dataclass
 class Stops:
-    """The ends of a request's completions as arrays."""
+    """The ends of a request's completions as arrays. With ends of each row's own, `table` is
+    i32[B, M, S], and `texts` are A stacked automata: i32[A, V], i32[A, R, S] and the states of
+    complete texts i32[A], of which i32[B] `chosen` names each row's."""
 
-    table: np.ndarray  # i32[M, S], see `stop_table`
-    texts: tuple[np.ndarray, np.ndarray] | None  # `row_of` and `moves` of `StopTexts`
+    table: jax.Array | np.ndarray  # i32[M, S], see `stop_table`
+    texts: tuple[np.ndarray, ...] | None  # `row_of` and `moves` of `StopTexts`
+    chosen: jax.Array | np.ndarray | None = None
 
 
 @struct.dataclass
@@ -47,17 +52,23 @@ def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
 def no_ending(rows: int, stops: Stops) -> Ending:
     """Returns the state of `rows` empty completions. Prompts do not count: an end must lie within
     the completion."""
-    tail = np.full((rows, stops.table.shape[1]), _NOTHING, np.int32)
+    tail = np.full((rows, stops.table.shape[-1]), _NOTHING, np.int32)
     return Ending(tail, None if stops.texts is None else np.zeros(rows, np.int32))
 
 
 def advance(ending: Ending, tokens: jax.Array, stops: Stops) -> tuple[Ending, jax.Array]:
     """Appends tokens, i32[B]; returns the new state, and bool[B], true for completions that end."""
     tail = jnp.concatenate([jnp.asarray(ending.tail), tokens[:, None]], axis=1)[:, 1:]
-    same = (tail[:, None, :] == stops.table[None]) | (stops.table[None] == _ANY)
+    table = stops.table if stops.table.ndim == 3 else stops.table[None]
+    same = (tail[:, None, :] == table) | (table == _ANY)
     ended = jnp.any(jnp.all(same, axis=-1), axis=-1)
     if stops.texts is None:
         return Ending(tail, None), ended
+    if (own := stops.chosen) is not None:
+        row_of, moves, complete = map(jnp.asarray, stops.texts)
+        row = row_of[own, jnp.minimum(tokens, row_of.shape[1] - 1)]
+        text = moves[own, row, jnp.asarray(ending.text)]
+        return Ending(tail, text), ended | (text == complete[own])
     row_of, moves = stops.texts
     row = jnp.take(jnp.asarray(row_of), tokens, mode="clip")
     text = jnp.asarray(moves)[row, jnp.asarray(ending.text)]

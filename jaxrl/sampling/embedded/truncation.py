@@ -13,7 +13,8 @@ from jaxrl.sampling.base import SamplingParams
 class Truncation:
     """Truncation settings in the order in which they apply, as in vLLM.
 
-    None compiles to nothing. Other values are arrays, so that they share a compiled program.
+    None compiles to nothing. Other values are arrays, so that they share a compiled program: one
+    for all rows or, as f32[B] or i32[B], one for each, where 0 (top_p: 1) keeps all tokens.
     """
 
     min_p: jax.Array | None = None  # f32[], share of the largest probability
@@ -45,14 +46,16 @@ def truncate(weights: jax.Array, settings: Truncation) -> jax.Array:
         def enough_tokens(kept: jax.Array) -> jax.Array:
             return jnp.sum(kept > 0, axis=-1) >= k
 
-        weights = _above(weights, _largest_threshold(weights, enough_tokens))
+        threshold = _largest_threshold(weights, enough_tokens)
+        weights = _above(weights, jnp.where(k > 0, threshold, 0))
     if settings.top_p is not None:
         goal = settings.top_p * jnp.sum(weights, axis=-1)
 
         def enough_probability(kept: jax.Array) -> jax.Array:
             return jnp.sum(kept, axis=-1) >= goal
 
-        weights = _above(weights, _largest_threshold(weights, enough_probability))
+        threshold = _largest_threshold(weights, enough_probability)
+        weights = _above(weights, jnp.where(settings.top_p < 1, threshold, 0))
     return weights
 
 

@@ -1,0 +1,121 @@
+"""Samples of several tenants in one batch: each is what it would be alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.core import Precision, cast
+from jaxrl.huggingface import Checkpoint
+from jaxrl.models import decoder, init, lora
+from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
+from jaxrl.service.pool import ALPHA, Base
+from jaxrl.service.sampling import BASE, Answer, Embedded, Request, Samplers
+from jaxrl.sharding import PRESETS, Layout, make_mesh
+from tests import tiny
+
+ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
+# Ranks and adapted matrices differ.
+KINDS = {"a": (4, ("q_proj", "up_proj")), "b": (16, ("*_proj",)), "c": (1, ("v_proj", "down_proj"))}
+
+
+class Tenants:
+    """A base with adapters of several tenants, and the sampler of the service."""
+
+    def __init__(self, config=tiny.CONFIG, *, tokenizer=None, precision: str = "fp32") -> None:
+        self.policy, self.model = Precision.of(precision), decoder(config)
+        self.base = cast(tiny.params(config=config), self.policy.wire)
+        self.weights: dict[str, Any] = {BASE: self.base}
+        shared = Base(self.model, self.base, self.policy, ONE)
+        self.embedded = Embedded(shared, max_batch=64)
+        self.samplers = Samplers(
+            shared, tokenizer=tokenizer, end_ids=(1,), load=pytest.fail, backend=self.embedded
+        )
+        for seed, (name, (rank, targets)) in enumerate(KINDS.items()):
+            specs = lora.adapter_specs(self.model.specs, rank=rank, targets=targets)
+            rng = np.random.default_rng(seed)
+
+            def noise(x, rng=rng):
+                return 0.3 * rng.standard_normal(x.shape).astype(x.dtype)
+
+            adapters = jax.tree.map(noise, init(specs, jax.random.key(0), dtype=self.policy.wire))
+            self.weights[name] = lora.Adapted(adapters, self.base, ALPHA)
+            self.samplers.keep(name, self.weights[name])
+
+    def together(self, asked: Sequence[Request]) -> list[Answer]:
+        found = sorted(self.samplers.answers(asked), key=lambda one: one[0])
+        return [answer for _, answer in found]
+
+    def plain(self, one: Request, tokenizer) -> list[Completion]:
+        """The samples of the library's sampler, with one set of weights and settings."""
+        sampler = EmbeddedSampler(
+            self.model, lora.attach(self.weights[one.weights]), precision=self.policy
+        )
+        texts = bool(one.stop) and isinstance(one.stop[0], str)
+        ends = (1,) if one.stop is None else () if texts else one.stop
+        params = SamplingParams(
+            max_tokens=one.max_tokens,
+            temperature=one.temperature,
+            top_p=one.top_p,
+            top_k=max(one.top_k, 0),
+            stop=tuple((end,) for end in ends),
+            stop_texts=StopTexts(tokenizer, one.stop) if texts else None,
+        )
+        turns = [Turn(one.prompt, one.seed, i, one.max_tokens) for i in range(one.count)]
+        return sorted(sampler.sample_turns(turns, params), key=lambda c: c.sample_index)
+
+
+def request(weights: str, seed: int, **changes) -> Request:
+    prompt = np.arange(3, 7 + seed % 3, dtype=np.int32)
+    one = Request(weights, prompt, 3, 9, 1.0, 1.0, -1, (), seed, prompt_logprobs=True)
+    return one._replace(**changes)
+
+
+REQUESTS = [
+    request(BASE, 7),
+    request("a", 7),
+    request("b", 7, temperature=0.5, top_p=0.8),
+    request("c", 8, temperature=0.0, top_k=3),
+    request("a", 7, temperature=1.3, top_k=5, stop=(9, 11)),
+    request("b", 12, stop=("b", "c")),
+    request(BASE, 3, stop=("de",), count=2),
+    request("c", 4, stop=None, max_tokens=30),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Checkpoint(tiny.write_checkpoint(tmp_path_factory.mktemp("model"))).tokenizer
+
+
+def test_a_request_is_answered_as_by_a_sampler_of_its_own(tokenizer):
+    tenants = Tenants(tokenizer=tokenizer)
+    for one, found in zip(REQUESTS, tenants.together(REQUESTS), strict=True):
+        expected = tenants.plain(one, tokenizer)
+        assert len(found.samples) == one.count
+        for mine, alone in zip(found.samples, expected, strict=True):
+            np.testing.assert_array_equal(mine.tokens, alone.tokens)
+            assert mine.finish_reason == alone.finish_reason
+            np.testing.assert_allclose(mine.logprobs, alone.logprobs, atol=1e-5)
+    ends = {sample.finish_reason for one in tenants.together(REQUESTS) for sample in one.samples}
+    assert ends == {"stop", "length"}
+
+
+@pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3_5], ids=["dense", "linear"])
+def test_with_fixed_sums_the_batch_changes_no_bit(config, tokenizer, optimized):
+    tenants = Tenants(config, tokenizer=tokenizer, precision="fp32,sums=fixed")
+    for one, found in zip(REQUESTS, tenants.together(REQUESTS), strict=True):
+        (alone,) = tenants.together([one])
+        for mine, expected in zip(found.samples, alone.samples, strict=True):
+            np.testing.assert_array_equal(mine.tokens, expected.tokens)
+            np.testing.assert_array_equal(mine.logprobs, expected.logprobs)
+
+
+def test_the_base_is_never_copied(tokenizer):
+    tenants = Tenants(tokenizer=tokenizer)
+    tenants.together([request("a", 1)])
+    served = tenants.embedded.sampler._weights.params
+    tenants.together([request("b", 1), request(BASE, 1)])
+    assert tenants.embedded.sampler._weights.params is served
