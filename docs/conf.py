@@ -57,5 +57,7 @@ nitpick_ignore_regex = [
     ("py:class", r"jaxrl\..*\.(E|R|Rows|T|Term|Tree|checkpoints\.State)"),  # type variables
     ("py:class", r"jaxrl\.\w+\.\w+\.(\w+Fn|From\w+)"),  # functions, which tables describe
     ("py:class", r"jaxrl\.bridge\.store\.version\.StoredFile"),  # internal
+    ("py:class", r"starlette\..*"),
+    ("py:class", r"jaxrl\.environments\.gateway\.dialect\.(Dialect|Call)"),  # internal
     ("py:class", r"jaxrl\.sampling\.vllm\.(in_process\.Engine|tpu_engine\.Ended)"),  # internal
 ]

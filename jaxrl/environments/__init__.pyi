@@ -7,6 +7,7 @@ from .episodes.base import (
 )
 from .episodes.chat import Chat as Chat
 from .episodes.context import EnvironmentContext as EnvironmentContext
+from .episodes.conversations import Conversations as Conversations, Templates as Templates
 from .episodes.episode import (
     environment_reward as environment_reward,
     episode_metrics as episode_metrics,
@@ -26,6 +27,18 @@ from .episodes.single_turn import (
     rollouts as rollouts,
 )
 from .episodes.tool_chat import ToolChat as ToolChat
+from .gateway.dialect import (
+    TurnAnswer as TurnAnswer,
+    TurnRefusedError as TurnRefusedError,
+    TurnRequest as TurnRequest,
+)
+from .gateway.server import (
+    Ask as Ask,
+    gateway_route as gateway_route,
+    read_reward as read_reward,
+    sent_key as sent_key,
+    turn_routes as turn_routes,
+)
 from .gateway.session import Endpoint as Endpoint
 from .isolation.calls import use_processors as use_processors
 from .isolation.sandbox import (

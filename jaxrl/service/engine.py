@@ -4,7 +4,9 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from tinker import types
@@ -14,7 +16,7 @@ from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Kind, Pool, Tenant
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
-from jaxrl.service.sampling import BASE, Request, Samplers
+from jaxrl.service.sampling import BASE, Answer, Request, Samplers
 from jaxrl.service.state import Store, dumps
 from jaxrl.service.wire import RefusedError
 
@@ -65,6 +67,7 @@ class Engine:
         self.queue = Queue(kind_of=self._together)
         self._listeners: dict[str, list[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
+        self._drawing: dict[str, Future[Answer]] = {}
         self._recover()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -122,8 +125,17 @@ class Engine:
         for call in calls:
             call()
 
+    def draw(self, request: Request) -> Future[Answer]:
+        """Queues a request for samples that is not written down: it ends with the server."""
+        name, waiting = f"draw-{uuid.uuid4().hex}", Future[Answer]()
+        self._drawing[name] = waiting
+        self.queue.add(Work(name, "sample", request.weights, 0, request))
+        return waiting
+
     def fail(self, work: Work, error: Exception) -> None:
         """Finishes a request with an error."""
+        if waiting := self._drawing.pop(work.id, None):
+            return waiting.set_exception(error)
         user = isinstance(error, RefusedError)
         if not user:
             _log.exception("%s failed", work.id, exc_info=error)
@@ -153,11 +165,12 @@ class Engine:
         return row["path"]
 
     def with_weights(self, request: Request, name: str) -> Request:
-        """Names the weights of a request for samples, those of a sampling session."""
-        whole = ""
-        if name != BASE:
+        """Names the weights of a request: a checkpoint's path, or a model, for its present ones."""
+        whole, model = "", name
+        if name.startswith("tinker://"):
             model = types.ParsedCheckpointTinkerPath.from_tinker_path(name).training_run_id
-            whole = "" if self.kind(model).rank else name
+        if name != BASE and not self.kind(model).rank:
+            whole = name
         return request._replace(weights=name, whole=whole)
 
     def _run(self) -> None:
@@ -184,9 +197,24 @@ class Engine:
                 self._guarded(do, [work])
 
     def _sample(self, works: Sequence[Work]) -> None:
+        works = [work._replace(payload=self._present(work.payload)) for work in works]
         for place, answer in self._samplers.answers([work.payload for work in works]):
-            found = answers.samples(works[place].payload, answer)
-            self.finish(works[place].id, found, form="proto")
+            work = works[place]
+            if waiting := self._drawing.pop(work.id, None):
+                waiting.set_result(answer)
+            else:
+                self.finish(work.id, answers.samples(work.payload, answer), form="proto")
+
+    def _present(self, request: Request) -> Request:
+        """Names the present weights of a model, if a request asks for those."""
+        model = request.weights
+        if not self.queue.known(model):
+            return request
+        kind = self.kind(model)
+        self._resident(model, kind, keep=set())
+        pool, name = self._pools[kind], f"{model}@{self._done[model]}"
+        self._samplers.keep(name, files.served(pool, pool.weights(model)))
+        return request._replace(weights=name, whole="" if kind.rank else name)
 
     def _train(self, works: Sequence[Work]) -> None:
         kind = self.kind(works[0].target)

@@ -39,6 +39,7 @@ class Request(NamedTuple):
       asked: further scores of the prompt.
       sparse: row pointers and columns, if the targets of `asked` were sent as a sparse array.
       top: number of most probable tokens to name at each position of the samples.
+      ends: whether the model's own end tokens also end a sample that has a `stop`.
       whole: `weights`, if they are all parameters instead of adapters to the base: requests of one
         batch have this in common.
     """
@@ -58,6 +59,7 @@ class Request(NamedTuple):
     sparse: tuple[Sequence[int], Sequence[int]] | None = None
     top: int = 0
     whole: str = ""
+    ends: bool = False
 
 
 class Answer(NamedTuple):
@@ -215,11 +217,11 @@ class Samplers:
 
     def _params(self, request: Request) -> SamplingParams:
         stop, texts = request.stop, None
-        ends: tuple[int, ...] = self._end_ids if stop is None else ()
+        ends: tuple[int, ...] = self._end_ids if stop is None or request.ends else ()
         if stop and isinstance(stop[0], str):
             texts = self._texts(stop)
         elif stop:
-            ends = tuple(int(token) for token in stop)
+            ends += tuple(int(token) for token in stop)
         return SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,

@@ -18,6 +18,7 @@ from jaxrl.huggingface import Checkpoint
 from jaxrl.service.app import Service, application
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
+from jaxrl.service.gateway import Gateway
 from jaxrl.service.listing import listing_routes
 from jaxrl.service.pool import Base
 from jaxrl.service.sampling import Backend, Embedded, Samplers
@@ -72,7 +73,8 @@ def open_service(
         closing.callback(engine.close)
         owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
         service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
-        yield application(service, listing_routes(service))
+        gateway = Gateway(service, checkpoint.tokenizer)
+        yield application(service, [*listing_routes(service), *gateway.routes()])
 
 
 def _samplers(

@@ -20,11 +20,11 @@ from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.chat import Chat
 from jaxrl.environments.episodes.tool_chat import ToolChat
 from jaxrl.environments.gateway.dialect import (
-    Answer,
     Call,
     Message,
-    RefusedError,
-    Request,
+    TurnAnswer,
+    TurnRefusedError,
+    TurnRequest,
     new_id,
     refuse,
 )
@@ -45,7 +45,7 @@ class _Turn(NamedTuple):
 class _Place(NamedTuple):
     """A request's place in the tree."""
 
-    request: Request
+    request: TurnRequest
     known: tuple[Any, ...]  # its conversation
     after: int  # the turn before it; -1 for none
     tokens: np.ndarray  # i32[N], that the policy reads after it
@@ -78,11 +78,11 @@ class Conversations:
         self._turns, self._known = list[_Turn](), dict[tuple[Any, ...], int]()
         self._place: _Place | None = None
 
-    def ask(self, request: Request) -> Step:
+    def ask(self, request: TurnRequest) -> Step:
         """Returns the step that asks the policy for a request's turn, which `answer` then adds.
 
         Raises:
-          RefusedError: for a conversation that is too long, ends with the policy's own turn or
+          TurnRefusedError: for a conversation that is too long, ends with the policy's own turn or
             cannot be rendered.
         """
         messages, said = request.messages, _key(request)
@@ -94,7 +94,7 @@ class Conversations:
         try:
             place = self._find(request, said)
         except ValueError as error:
-            raise RefusedError("invalid", str(error)) from error
+            raise TurnRefusedError("invalid", str(error)) from error
         self._check_length(place)
         branches = place.after != len(self._turns) - 1
         self._place = place
@@ -106,7 +106,7 @@ class Conversations:
             stop=functools.partial(self._end, request.stop) if request.stop else None,
         )
 
-    def answer(self, completion: np.ndarray) -> Answer:
+    def answer(self, completion: np.ndarray) -> TurnAnswer:
         """Adds the policy's turn, i32[C], to the conversation that was asked last, and reads it."""
         place = self._place
         assert place is not None
@@ -137,7 +137,7 @@ class Conversations:
         spoken = ("assistant", words.strip(), tuple(_call(c.name, c.arguments) for c in named))
         self._known[(*place.known, spoken)] = len(self._turns)
         self._turns.append(_Turn(completion, calls, ids, place.prompt, length))
-        return Answer(
+        return TurnAnswer(
             text=words,
             thought=self._words(without_marks(text[:start])).strip(),
             calls=named,
@@ -147,7 +147,7 @@ class Conversations:
             written=len(completion),
         )
 
-    def _find(self, request: Request, said: tuple[Any, ...]) -> _Place:
+    def _find(self, request: TurnRequest, said: tuple[Any, ...]) -> _Place:
         messages = request.messages
         for count in range(len(messages) - 1, 0, -1):
             if messages[count]["role"] == "assistant":
@@ -160,7 +160,7 @@ class Conversations:
         tokens = self._chat.encode(self._rendered(request))
         return _Place(request, said, -1, tokens, len(tokens), len(tokens))
 
-    def _continued(self, request: Request, rest: Sequence[Message], turn: _Turn) -> np.ndarray:
+    def _continued(self, request: TurnRequest, rest: Sequence[Message], turn: _Turn) -> np.ndarray:
         """Renders the messages after a turn, i32[N], the results of its calls in their order."""
         order = {identity: place for place, identity in enumerate(turn.ids)}
         plain = [{"role": m["role"], "content": m["content"]} for m in rest]
@@ -174,7 +174,7 @@ class Conversations:
             return self._chat.messages(plain, after=turn.completion)
         return tools.results(plain, calls=turn.calls, after=turn.completion)
 
-    def _rendered(self, request: Request) -> str:
+    def _rendered(self, request: TurnRequest) -> str:
         """Renders a whole conversation."""
         self._tools(request)  # refuses tools that the template does not show
         messages = [
@@ -190,7 +190,7 @@ class Conversations:
         assert failed is not None
         raise failed
 
-    def _tools(self, request: Request) -> ToolChat | None:
+    def _tools(self, request: TurnRequest) -> ToolChat | None:
         if not request.tools:
             return None
         return self._templates.with_tools(json.dumps(request.tools, sort_keys=True))
@@ -198,13 +198,13 @@ class Conversations:
     def _check_length(self, place: _Place) -> None:
         limits, own = self._limits, place.length - place.prompt
         if place.prompt > limits.max_prompt_tokens:
-            raise RefusedError(
+            raise TurnRefusedError(
                 "length",
                 f"the first request of a conversation has {place.prompt} tokens, more than "
                 f"data.max_prompt_tokens = {limits.max_prompt_tokens}",
             )
         if own >= limits.max_tokens:
-            raise RefusedError(
+            raise TurnRefusedError(
                 "length",
                 f"the conversation has {own} tokens after its first request, which leaves no room "
                 f"for a turn in sampling.max_tokens = {limits.max_tokens}",
@@ -230,7 +230,7 @@ class Conversations:
         return text
 
 
-def _key(request: Request) -> tuple[Any, ...]:
+def _key(request: TurnRequest) -> tuple[Any, ...]:
     """Returns a conversation such that equal ones are equal, one entry for the tools and for each
     message. Identities of calls and the white space around an assistant's words do not count."""
     tools = json.dumps(request.tools, sort_keys=True)

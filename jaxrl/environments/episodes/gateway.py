@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
 from jaxrl.environments.episodes.conversations import Conversations, Templates
-from jaxrl.environments.gateway.dialect import RefusedError
+from jaxrl.environments.gateway.dialect import TurnRefusedError
 from jaxrl.environments.gateway.session import Session, Waiting
 
 if TYPE_CHECKING:  # the server's packages are optional
@@ -62,7 +62,7 @@ class GatewayEpisode:
         while (waiting := session.next()) is not None:
             try:
                 step = self._conversations.ask(waiting.request)
-            except RefusedError as refused:
+            except TurnRefusedError as refused:
                 waiting.refuse(refused)
                 continue
             self._waiting = waiting

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.environments.gateway.dialect import (
-    Answer,
     Body,
     Dialect,
     Message,
-    RefusedError,
-    Request,
+    TurnAnswer,
+    TurnRefusedError,
+    TurnRequest,
     called,
     event,
     most_tokens,
@@ -25,13 +25,13 @@ _ERRORS = {"key": "authentication_error", "model": "not_found_error", "server": 
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
-def _read(body: Body) -> Request:
+def _read(body: Body) -> TurnRequest:
     if body.get("thread") is not None:
-        raise RefusedError("thread", "thread is not supported; send the whole conversation")
+        raise TurnRefusedError("thread", "thread is not supported; send the whole conversation")
     refuse(bool(body.get("mcp_servers")), "mcp_servers are not supported; send their tools")
     system = read_text(body.get("system"))
     first = [{"role": "system", "content": system}] if system else []
-    return Request(
+    return TurnRequest(
         model=body["model"],
         messages=[*first, *(m for given in body["messages"] for m in _messages(given))],
         tools=[_tool(tool) for tool in body.get("tools") or ()],
@@ -69,7 +69,7 @@ def _messages(given: Message) -> Iterator[Message]:
         yield message | ({"tool_calls": calls} if calls else {})
 
 
-def _content(answer: Answer) -> list[dict[str, Any]]:
+def _content(answer: TurnAnswer) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     calls = [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
@@ -78,7 +78,7 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
     return [*text, *calls]
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: TurnAnswer) -> dict[str, Any]:
     reason = "max_tokens" if answer.truncated else "end_turn"
     if answer.stopped is not None:
         reason = "stop_sequence"
@@ -87,13 +87,13 @@ def _end(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stopped}
 
 
-def _whole(request: Request, answer: Answer) -> Mapping[str, Any]:
+def _whole(request: TurnRequest, answer: TurnAnswer) -> Mapping[str, Any]:
     named = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": request.model}
     usage = {"input_tokens": answer.read, "output_tokens": answer.written}
     return named | {"content": _content(answer), "usage": usage} | _end(answer)
 
 
-def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
+def _stream(request: TurnRequest, answer: TurnAnswer) -> Iterator[bytes]:
     whole = dict(_whole(request, answer))
     content, usage = whole["content"], whole["usage"]
     nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -116,7 +116,7 @@ def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
     yield tell("message_stop")
 
 
-def _error(refused: RefusedError) -> Mapping[str, Any]:
+def _error(refused: TurnRefusedError) -> Mapping[str, Any]:
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": str(refused)}
     if refused.kind == "thread":  # official clients then send whole conversations

@@ -22,7 +22,7 @@ STATUS: Mapping[Kind, int] = {
 }
 
 
-class RefusedError(Exception):
+class TurnRefusedError(Exception):
     """A request that gets no turn; each dialect has its own form of it."""
 
     def __init__(self, kind: Kind, message: str) -> None:
@@ -30,7 +30,7 @@ class RefusedError(Exception):
         self.kind: Kind = kind
 
 
-class Request(NamedTuple):
+class TurnRequest(NamedTuple):
     """A request for a turn of the policy."""
 
     model: str
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     arguments: str  # JSON
 
 
-class Answer(NamedTuple):
+class TurnAnswer(NamedTuple):
     """A turn of the policy."""
 
     text: str  # after its thoughts, up to its calls or a stop text
@@ -66,10 +66,10 @@ class Answer(NamedTuple):
 class Dialect(NamedTuple):
     """One API: its JSON in and out."""
 
-    read: Callable[[Body], Request]  # raises RefusedError
-    whole: Callable[[Request, Answer], Mapping[str, Any]]
-    stream: Callable[[Request, Answer], Iterator[bytes]]
-    error: Callable[[RefusedError], Mapping[str, Any]]
+    read: Callable[[Body], TurnRequest]  # raises TurnRefusedError
+    whole: Callable[[TurnRequest, TurnAnswer], Mapping[str, Any]]
+    stream: Callable[[TurnRequest, TurnAnswer], Iterator[bytes]]
+    error: Callable[[TurnRefusedError], Mapping[str, Any]]
 
 
 def event(content: Mapping[str, Any], *, name: str | None = None) -> bytes:
@@ -84,13 +84,13 @@ def new_id(prefix: str) -> str:
 
 
 def refuse(wrong: bool, message: str) -> None:
-    """Raises RefusedError for an invalid request if `wrong`."""
+    """Raises TurnRefusedError for an invalid request if `wrong`."""
     if wrong:
-        raise RefusedError("invalid", message)
+        raise TurnRefusedError("invalid", message)
 
 
 def refuse_grammar(name: str, form: Any) -> None:
-    """Raises RefusedError for a format of the answer that is not plain text."""
+    """Raises TurnRefusedError for a format of the answer that is not plain text."""
     kind = (form or {}).get("type", "text")
     refuse(
         kind != "text",
@@ -100,8 +100,11 @@ def refuse_grammar(name: str, form: Any) -> None:
 
 
 def read_text(content: Any, *, kinds: Sequence[str] = ("text",)) -> str:
-    """Returns the text of a message's content, a text or parts; raises RefusedError for parts of
-    another kind, such as images."""
+    """Returns the text of a message's content, a text or parts.
+
+    Raises:
+      TurnRefusedError: for parts of another kind, such as images.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     refuse(not isinstance(content, list), f"content {content!r:.80} is neither a text nor parts")

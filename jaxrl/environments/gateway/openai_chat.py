@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.environments.gateway.dialect import (
-    Answer,
     Body,
     Dialect,
     Message,
-    RefusedError,
-    Request,
+    TurnAnswer,
+    TurnRefusedError,
+    TurnRequest,
     called,
     event,
     most_tokens,
@@ -26,13 +26,13 @@ _ROLES = {"developer": "system"}
 _CODES = {"key": "invalid_api_key", "model": "model_not_found", "length": "context_length_exceeded"}
 
 
-def _read(body: Body) -> Request:
+def _read(body: Body) -> TurnRequest:
     refuse(body.get("n") not in (None, 1), "n above 1 is not supported; send several requests")
     refuse(bool(body.get("logprobs")), "logprobs are not supported; jaxrl records them itself")
     refuse(bool(body.get("functions")), "functions are not supported; send tools")
     refuse_grammar("response_format", body.get("response_format"))
     tools = [_tool(tool) for tool in body.get("tools") or ()]
-    return Request(
+    return TurnRequest(
         model=body["model"],
         messages=[_message(m) for m in body["messages"]],
         tools=tools,
@@ -65,7 +65,7 @@ def _message(given: Message) -> Message:
     return message
 
 
-def _message_of(answer: Answer) -> dict[str, Any]:
+def _message_of(answer: TurnAnswer) -> dict[str, Any]:
     calls = [called(*call) for call in answer.calls]
     content = answer.text or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -74,28 +74,28 @@ def _message_of(answer: Answer) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: TurnAnswer) -> str:
     return "tool_calls" if answer.calls else "length" if answer.truncated else "stop"
 
 
-def _usage(answer: Answer) -> Mapping[str, int]:
+def _usage(answer: TurnAnswer) -> Mapping[str, int]:
     total = answer.read + answer.written
     counts = {"prompt_tokens": answer.read, "completion_tokens": answer.written}
     return counts | {"total_tokens": total}
 
 
-def _shared(request: Request, kind: str) -> dict[str, Any]:
+def _shared(request: TurnRequest, kind: str) -> dict[str, Any]:
     created = int(time.time())
     return {"id": new_id("chatcmpl-"), "object": kind, "created": created, "model": request.model}
 
 
-def _whole(request: Request, answer: Answer) -> Mapping[str, Any]:
+def _whole(request: TurnRequest, answer: TurnAnswer) -> Mapping[str, Any]:
     message = _message_of(answer) | {"refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answer)}
     return _shared(request, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
 
 
-def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
+def _stream(request: TurnRequest, answer: TurnAnswer) -> Iterator[bytes]:
     shared, delta = _shared(request, "chat.completion.chunk"), _message_of(answer)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(delta["tool_calls"])]
@@ -107,7 +107,7 @@ def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def error(refused: RefusedError) -> Mapping[str, Any]:
+def error(refused: TurnRefusedError) -> Mapping[str, Any]:
     """Returns a refusal in OpenAI's form."""
     kind = "server_error" if refused.kind == "server" else "invalid_request_error"
     described = {"message": str(refused), "type": kind, "param": None}

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.environments.gateway.dialect import (
-    Answer,
     Body,
     Dialect,
     Message,
-    Request,
+    TurnAnswer,
+    TurnRequest,
     called,
     event,
     most_tokens,
@@ -25,7 +25,7 @@ from jaxrl.environments.gateway.openai_chat import error
 _TEXTS = ("input_text", "output_text", "text")
 
 
-def _read(body: Body) -> Request:
+def _read(body: Body) -> TurnRequest:
     refuse(
         body.get("previous_response_id") is not None or body.get("conversation") is not None,
         "previous_response_id and conversation are not supported; send the whole conversation",
@@ -36,7 +36,7 @@ def _read(body: Body) -> Request:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     system = body.get("instructions")
     first = [{"role": "system", "content": system}] if system else []
-    return Request(
+    return TurnRequest(
         model=body["model"],
         messages=[*first, *_messages(items)],
         tools=[_tool(tool) for tool in body.get("tools") or ()],
@@ -74,7 +74,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
     return found
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def _output(answer: TurnAnswer) -> list[dict[str, Any]]:
     items = list[dict[str, Any]]()
     status = "incomplete" if answer.truncated and not answer.calls else "completed"
     if answer.text or not answer.calls:
@@ -88,7 +88,7 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _response(request: Request) -> dict[str, Any]:
+def _response(request: TurnRequest) -> dict[str, Any]:
     named = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time())}
     tools = [{"type": "function", "strict": False} | tool["function"] for tool in request.tools]
     return named | {
@@ -108,7 +108,7 @@ def _response(request: Request) -> dict[str, Any]:
     }
 
 
-def _finished(response: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def _finished(response: Mapping[str, Any], answer: TurnAnswer) -> dict[str, Any]:
     cut = answer.truncated and not answer.calls
     usage = {
         "input_tokens": answer.read,
@@ -126,11 +126,11 @@ def _finished(response: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     }
 
 
-def _whole(request: Request, answer: Answer) -> Mapping[str, Any]:
+def _whole(request: TurnRequest, answer: TurnAnswer) -> Mapping[str, Any]:
     return _finished(_response(request), answer)
 
 
-def _stream(request: Request, answer: Answer) -> Iterator[bytes]:
+def _stream(request: TurnRequest, answer: TurnAnswer) -> Iterator[bytes]:
     begun, numbers = _response(request), itertools.count()
     finished = _finished(begun, answer)
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -18,12 +17,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl.environments.gateway.anthropic_messages import MESSAGES
-from jaxrl.environments.gateway.dialect import STATUS, Dialect, RefusedError
+from jaxrl.environments.gateway.dialect import (
+    STATUS,
+    Dialect,
+    TurnAnswer,
+    TurnRefusedError,
+    TurnRequest,
+)
 from jaxrl.environments.gateway.openai_chat import CHAT
 from jaxrl.environments.gateway.openai_responses import RESPONSES
 from jaxrl.environments.gateway.session import Endpoint, Session
 
 _TURNS = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+
+Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
+"""A request for a turn -> the policy's turn."""
 
 
 class Gateway:
@@ -65,33 +73,27 @@ class Gateway:
     def _application(self) -> Starlette:
         routes = list[Route]()
         for prefix in ("", "/s/{key}"):
-            for path, dialect in _TURNS.items():
-                answer = functools.partial(self._answer, dialect=dialect)
-                routes.append(_route(f"{prefix}/v1/{path}", answer, dialect=dialect))
+            routes += turn_routes(prefix, self._open)
             for path, handler, method in (
                 ("v1/models", self._list, "GET"),
                 ("reward", self._reward, "POST"),
             ):
-                routes.append(_route(f"{prefix}/{path}", handler, dialect=CHAT, method=method))
+                routes.append(gateway_route(f"{prefix}/{path}", handler, method=method))
         return Starlette(routes=routes)
 
-    async def _answer(self, request: Request, *, dialect: Dialect) -> Response:
-        session, body = self._session(request), await _body(request)
-        try:
-            asked = dialect.read(body)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise RefusedError("invalid", f"the request cannot be read: {error!r}") from error
-        if asked.model not in self._models:
-            raise RefusedError(
-                "model",
-                f"the model {asked.model!r:.80} is not here; the policy is "
-                f"{' or '.join(map(repr, self._models))} (environment.models)",
-            )
-        answer = await asyncio.wrap_future(session.ask(asked))
-        if asked.stream:
-            events = b"".join(dialect.stream(asked, answer))
-            return Response(events, media_type="text/event-stream")
-        return JSONResponse(dict(dialect.whole(asked, answer)))
+    def _open(self, request: Request) -> Ask:
+        session = self._session(request)
+
+        async def ask(asked: TurnRequest) -> TurnAnswer:
+            if asked.model not in self._models:
+                raise TurnRefusedError(
+                    "model",
+                    f"the model {asked.model!r:.80} is not here; the policy is "
+                    f"{' or '.join(map(repr, self._models))} (environment.models)",
+                )
+            return await asyncio.wrap_future(session.ask(asked))
+
+        return ask
 
     async def _list(self, request: Request) -> Response:
         self._session(request)
@@ -102,22 +104,15 @@ class Gateway:
         )
 
     async def _reward(self, request: Request) -> Response:
-        session, body = self._session(request), await _body(request)
-        try:
-            reward = float(body["reward"])
-            metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise RefusedError(
-                "invalid", f'expected {{"reward": number, "metrics": {{name: number}}}}: {error!r}'
-            ) from error
+        session = self._session(request)
+        reward, metrics = await read_reward(request)
         session.add(reward, metrics)
         return JSONResponse({"reward": reward})
 
     def _session(self, request: Request) -> Session:
-        sent = request.headers.get("authorization", "").partition(" ")[2]
-        key = request.path_params.get("key") or request.headers.get("x-api-key") or sent
+        key = request.path_params.get("key") or sent_key(request)
         if key not in self._sessions:
-            raise RefusedError(
+            raise TurnRefusedError(
                 "key",
                 "no running episode has this key; take it from the address or the variables that "
                 "jaxrl gives the agent",
@@ -125,18 +120,63 @@ class Gateway:
         return self._sessions[key]
 
 
-def _route(
-    path: str, handler: Callable[[Request], Any], *, dialect: Dialect, method: str = "POST"
+def turn_routes(prefix: str, opened: Callable[[Request], Ask]) -> list[Route]:
+    """Makes the routes of all dialects, below `prefix`, for requests of turns.
+
+    `opened` checks the key of a request and returns the function that answers it; both may raise
+    TurnRefusedError.
+    """
+
+    def made(path: str, dialect: Dialect) -> Route:
+        async def answer(request: Request) -> Response:
+            ask, body = opened(request), await _body(request)
+            try:
+                asked = dialect.read(body)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise TurnRefusedError(
+                    "invalid", f"the request cannot be read: {error!r}"
+                ) from error
+            found = await ask(asked)
+            if asked.stream:
+                events = b"".join(dialect.stream(asked, found))
+                return Response(events, media_type="text/event-stream")
+            return JSONResponse(dict(dialect.whole(asked, found)))
+
+        return gateway_route(f"{prefix}/v1/{path}", answer, dialect=dialect)
+
+    return [made(path, dialect) for path, dialect in _TURNS.items()]
+
+
+async def read_reward(request: Request) -> tuple[float, dict[str, float]]:
+    """Reads the body of a posted reward: the reward and its metrics; raises TurnRefusedError."""
+    body = await _body(request)
+    try:
+        metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
+        return float(body["reward"]), metrics
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise TurnRefusedError(
+            "invalid", f'expected {{"reward": number, "metrics": {{name: number}}}}: {error!r}'
+        ) from error
+
+
+def sent_key(request: Request) -> str:
+    """Returns the key of a request in the header that OpenAI's or Anthropic's clients send."""
+    sent = request.headers.get("authorization", "").partition(" ")[2]
+    return request.headers.get("x-api-key") or sent
+
+
+def gateway_route(
+    path: str, handler: Callable[[Request], Any], *, dialect: Dialect = CHAT, method: str = "POST"
 ) -> Route:
     """Makes a route that reports errors in a dialect."""
 
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(request)
-        except RefusedError as refused:
+        except TurnRefusedError as refused:
             error = refused
         except Exception as failed:
-            error = RefusedError("server", f"jaxrl failed: {failed!r}")
+            error = TurnRefusedError("server", f"jaxrl failed: {failed!r}")
         content = dict(dialect.error(error))
         return JSONResponse(content, status_code=STATUS[error.kind])
 
@@ -148,4 +188,4 @@ async def _body(request: Request) -> Mapping[str, Any]:
         body = json.loads(await request.body())
         if isinstance(body, dict):
             return body
-    raise RefusedError("invalid", "the body is no JSON object")
+    raise TurnRefusedError("invalid", "the body is no JSON object")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
-from jaxrl.environments.gateway.dialect import Answer, RefusedError, Request
+from jaxrl.environments.gateway.dialect import TurnAnswer, TurnRefusedError, TurnRequest
 
 
 class Endpoint(NamedTuple):
@@ -42,15 +42,15 @@ class Endpoint(NamedTuple):
 class Waiting(NamedTuple):
     """A request and the answer that its client waits for."""
 
-    request: Request
-    answer: "Future[Answer]"
+    request: TurnRequest
+    answer: "Future[TurnAnswer]"
 
-    def reply(self, answer: Answer) -> None:
+    def reply(self, answer: TurnAnswer) -> None:
         """Answers, unless the client is gone or has an answer."""
         with contextlib.suppress(InvalidStateError):
             self.answer.set_result(answer)
 
-    def refuse(self, error: RefusedError) -> None:
+    def refuse(self, error: TurnRefusedError) -> None:
         """Answers with an error, as `reply`."""
         with contextlib.suppress(InvalidStateError):
             self.answer.set_exception(error)
@@ -64,14 +64,14 @@ class Session:
         self.endpoint = endpoint
         self._queue = queue.SimpleQueue[Waiting | None]()
         self._lock, self._reward, self._metrics = threading.Lock(), 0.0, Counter[str]()
-        self._open, self._ended, self._error = dict[Future[Answer], Waiting](), False, ""
+        self._open, self._ended, self._error = dict[Future[TurnAnswer], Waiting](), False, ""
 
-    def ask(self, request: Request) -> "Future[Answer]":
+    def ask(self, request: TurnRequest) -> "Future[TurnAnswer]":
         """Queues a request; its answer is an error after the end of the episode."""
         waiting = Waiting(request, Future())
         with self._lock:
             if self._ended:
-                raise RefusedError("ended", "the episode has ended; no more turns are sampled")
+                raise TurnRefusedError("ended", "the episode has ended; no more turns are sampled")
             self._open[waiting.answer] = waiting
         waiting.answer.add_done_callback(self._forget)
         self._queue.put(waiting)
@@ -113,8 +113,8 @@ class Session:
             left = list(self._open.values())
         self._queue.put(None)
         for waiting in left:
-            waiting.refuse(RefusedError("ended", "the episode has ended before this turn"))
+            waiting.refuse(TurnRefusedError("ended", "the episode has ended before this turn"))
 
-    def _forget(self, answer: "Future[Answer]") -> None:
+    def _forget(self, answer: "Future[TurnAnswer]") -> None:
         with self._lock:
             self._open.pop(answer, None)

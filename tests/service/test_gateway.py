@@ -1,0 +1,99 @@
+"""Official clients of OpenAI and Anthropic talk to a service's weights; their session trains."""
+
+from collections.abc import Iterator
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from tinker import types
+
+from tests import tiny
+from tests.service.serving import KEYS, QUIET, Server
+from tests.service.test_client import ADAM
+
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("gateway")
+    model = tiny.write_checkpoint(directory / "model")
+    made = Server(model, directory / "run", "--precision", "fp32")
+    yield made
+    made.stop()
+
+
+def fetch(server: Server, path: str, *, key: str = KEYS[0]) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", headers={"x-api-key": key}, timeout=60)
+
+
+def test_a_session_is_recorded_as_it_was_sampled(server: Server) -> None:
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        agent = openai.OpenAI(base_url=f"{server.url}/s/one/v1", api_key=KEYS[0])
+        messages: list = [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            chat = agent.chat.completions.create(
+                model=client.model_id, messages=messages, max_completion_tokens=5
+            )
+            said = chat.choices[0].message
+            messages += [{"role": "assistant", "content": said.content}]
+            messages += [{"role": "user", "content": "again"}]
+        other = anthropic.Anthropic(base_url=f"{server.url}/s/one", api_key=KEYS[0])
+        other.messages.create(
+            model="tiny", max_tokens=4, messages=[{"role": "user", "content": "other"}]
+        )
+        reward = {"reward": 2.0, "metrics": {"solved": 1}}
+        httpx.post(
+            f"{server.url}/s/one/reward", json=reward, headers={"x-api-key": KEYS[0]}
+        ).raise_for_status()
+        found = fetch(server, "/s/one").json()
+        assert (found["reward"], found["metrics"]) == (2.0, {"solved": 1.0})
+        chain, apart = found["sequences"]
+        assert (chain["model"], apart["model"]) == (client.model_id, "tiny")
+        assert 2 <= sum(chain["mask"]) <= 10
+        # The weights that sampled the turns give the same log-probs.
+        path = client.save_weights_for_sampler("now").result().path
+        sampler = service.create_sampling_client(model_path=path)
+        prompt = types.ModelInput.from_ints(chain["tokens"])
+        scored = sampler.compute_logprobs(prompt).result()
+        for mine, expected, sampled in zip(chain["logprobs"], scored, chain["mask"], strict=True):
+            assert mine == (pytest.approx(expected, abs=1e-5) if sampled else 0)
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(one["model_input"]),
+                loss_fn_inputs=one["loss_fn_inputs"],
+            )
+            for one in found["datums"][:1]
+        ]
+        assert set(data[0].loss_fn_inputs["advantages"].data) == {0.0, 2.0}
+        done = client.forward_backward(data, "importance_sampling").result()
+        assert abs(done.metrics["mismatch/kl:mean"]) < 1e-5
+        client.optim_step(ADAM).result()
+        # The model's present weights are others now.
+        before = fetch(server, "/s/one").json()["sequences"]
+        agent.chat.completions.create(
+            model=client.model_id, messages=messages[:1], max_completion_tokens=5
+        )
+        third = fetch(server, "/s/one").json()["sequences"]
+        assert third[: len(before)] == before
+        stale = sampler.compute_logprobs(types.ModelInput.from_ints(third[-1]["tokens"])).result()
+        mask = np.array(third[-1]["mask"], bool)
+        own = np.array(third[-1]["logprobs"])[mask]
+        assert np.abs(own - np.array(stale, float)[mask]).max() > 1e-3
+
+
+def test_keys_and_names_are_checked(server: Server) -> None:
+    messages: list = [{"role": "user", "content": "hello"}]
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-other")
+    with pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(model="tiny", messages=messages)
+    agent = openai.OpenAI(base_url=f"{server.url}/s/two/v1", api_key=KEYS[0])
+    with pytest.raises(openai.NotFoundError, match="save_weights_for_sampler"):
+        agent.chat.completions.create(model="tinker://none", messages=messages)
+    assert [one.id for one in agent.models.list()] == ["tiny"]
+    agent.responses.create(model="tiny", input="hello", max_output_tokens=4)
+    assert fetch(server, "/s/two", key=KEYS[1]).status_code == 404
+    assert len(fetch(server, "/s/two").json()["sequences"]) == 1
