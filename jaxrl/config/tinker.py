@@ -28,6 +28,11 @@ class TinkerConfig(BaseConfig):
     microbatch_tokens: PositiveInt = 8192
     """Tokens, padding included, of one forward and backward pass, over all tenants in it."""
 
+    sampler: str = "embedded"
+    """`embedded` samples with JAX on the devices of training. The address of a vLLM server on this
+    machine, which `jaxrl serve MODEL_DIR --max_lora_rank RANK` runs, samples there; several with
+    commas in between. `vllm` starts one, for ranks up to 64."""
+
     slots: PositiveInt = 16
     """Tenants with adapters on the devices; others wait on disk."""
 

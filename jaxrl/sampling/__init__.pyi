@@ -15,6 +15,7 @@ from .multihost import MultihostSampler as MultihostSampler, NullSampler as Null
 from .stop_texts import StopTexts as StopTexts
 from .vllm.in_process import VllmTpuSampler as VllmTpuSampler
 from .vllm.logprobs import VllmScorer as VllmScorer
+from .vllm.own_turns import VllmOwnSampler as VllmOwnSampler
 from .vllm.router import (
     SamplerError as SamplerError,
     UnpublishedWeightsError as UnpublishedWeightsError,

@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,9 +12,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from jaxrl.bridge import known_key, new_learner
 from jaxrl.builders.layout import make_layout, prepare_devices, sampler_layout
 from jaxrl.builders.model import load_model
-from jaxrl.config.sampler import SamplerConfig
+from jaxrl.builders.servers import starting_server
+from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.huggingface import Checkpoint
 from jaxrl.service.app import Service, application
@@ -22,8 +26,10 @@ from jaxrl.service.gateway import Gateway
 from jaxrl.service.listing import listing_routes
 from jaxrl.service.pool import Base
 from jaxrl.service.sampling import Backend, Embedded, Samplers
+from jaxrl.service.servers import Servers
 from jaxrl.service.state import Store
 
+_STARTED_RANK = 64  # the largest of adapters on a server that the service starts
 _KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
 
 
@@ -60,11 +66,14 @@ def open_service(
         store = Store(directory / "state.sqlite")
         closing.callback(store.close)
         store.forget_answers(before=time.time() - _KEPT_SECONDS)
+        files = Files(directory, base_name=name)
+        opened = _backend(settings, base, checkpoint, directory=directory, files=files)
+        backend = closing.enter_context(opened)
         engine = Engine(
             base,
             store=store,
-            files=Files(directory, base_name=name),
-            samplers=functools.partial(_samplers, base, checkpoint, _backend(settings, base)),
+            files=files,
+            samplers=functools.partial(_samplers, base, checkpoint, backend),
             microbatch_tokens=settings.microbatch_tokens,
             max_batch=settings.max_batch,
             slots=settings.slots,
@@ -85,9 +94,33 @@ def _samplers(
     )
 
 
-def _backend(settings: TinkerConfig, base: Base) -> Backend:
-    """Makes the embedded sampler, with the base's weights."""
-    own, sums = None, base.precision.sums
-    if base.layout.mesh.size > 1:
-        own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
-    return Embedded(base, max_batch=settings.max_batch, layout=own)
+@contextmanager
+def _backend(
+    settings: TinkerConfig, base: Base, checkpoint: Checkpoint, *, directory: Path, files: Files
+) -> Iterator[Backend]:
+    """Opens the sampler that the config names, with the base's weights."""
+    if settings.sampler == "embedded":
+        own, sums = None, base.precision.sums
+        if base.layout.mesh.size > 1:
+            own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
+        yield Embedded(base, max_batch=settings.max_batch, layout=own)
+        return
+    with ExitStack() as closing:
+        urls, key = settings.sampler.split(","), known_key()
+        if settings.sampler == "vllm":
+            starting = starting_server(
+                ServerConfig(),
+                checkpoint,
+                dtype=base.precision.sampler,
+                log=directory / "vllm.log",
+                note=functools.partial(print, file=sys.stderr),
+                completions=settings.max_batch,
+                max_lora_rank=_STARTED_RANK,
+            )
+            server = closing.enter_context(starting).wait()
+            urls, key = [server.url], server.api_key
+        learner = new_learner(f"{directory.resolve()} on {socket.gethostname()}")
+        servers = Servers(base, urls, key=key, learner=learner, directory=files.checkpoint)
+        closing.callback(servers.close)
+        servers.load(base.params)
+        yield servers

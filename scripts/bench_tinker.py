@@ -1,0 +1,172 @@
+"""Measures tokens/s of `jaxrl tinker`, through the official client, beside the library's own step
+and sampler with the same adapters and model, alternately, as JSON lines.
+
+python scripts/bench_tinker.py --shapes S --tenants 1 4 16 [--precision bf16_master]
+
+All tenants together do the work of the one step: SEQUENCES sequences. It needs `jaxrl[tinker]`. On
+a GPU both processes share the device: set XLA_PYTHON_CLIENT_MEM_FRACTION=.4.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import tinker
+from benchmarks.learning import LENGTH, SEQUENCES
+from benchmarks.shapes import ANSWER, PROMPT, SHAPES
+from benchmarks.timing import Run, alternate, compared, options, write
+from tinker import types
+
+from jaxrl import huggingface
+from jaxrl.core import MinibatchShape, Precision, given_rollout, jit, pack_minibatch
+from jaxrl.learner import make_learner
+from jaxrl.losses import grpo
+from jaxrl.models import DecoderConfig, decoder, init, lora
+from jaxrl.sampling import EmbeddedSampler, SamplingParams, Turn
+
+RANK, ALPHA, RATE = 32, 32.0, 1e-5
+SAMPLER_NOISE = 0.1
+
+
+def material(config: DecoderConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns prompts and random completions."""
+    rng = np.random.default_rng(0)
+    found = rng.integers(100, config.vocab_size, (SEQUENCES, PROMPT + ANSWER)).tolist()
+    return [one[:PROMPT] for one in found], [one[PROMPT:] for one in found]
+
+
+def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run, Run]:
+    """Builds the library's step and sampler with adapters."""
+    model = decoder(config, remat="matmuls")
+    base = init(model.specs, jax.random.key(0), dtype=precision.params)
+    specs = lora.adapter_specs(model.specs, rank=RANK, targets=("*_proj",))
+    adapted = lora.Adapted(init(specs, jax.random.key(1), dtype=precision.params), base, ALPHA)
+    rollouts = [
+        given_rollout(prompt, said)._replace(
+            logprobs=np.full(ANSWER, -np.log(config.vocab_size) - SAMPLER_NOISE)
+        )
+        for prompt, said in zip(*material(config), strict=True)
+    ]
+    shape = MinibatchShape(row_length=LENGTH, rows_per_microbatch=rows)
+    minibatch = pack_minibatch(rollouts, [1.0] * SEQUENCES, shape=shape)
+    optimizer = optax.adamw(RATE, weight_decay=0.0)
+    learner = make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
+    state, step = jit(learner.init)(adapted), jit(learner.step, donate_argnums=0)
+    sampler = EmbeddedSampler(model, lora.attach(adapted), precision=precision, max_batch=SEQUENCES)
+    prompts = [np.asarray(prompt, np.int32) for prompt in material(config)[0]]
+
+    def train(_: int) -> None:
+        nonlocal state
+        state, metrics = step(state, minibatch)
+        jax.block_until_ready((state, metrics))
+
+    def sample(seed: int) -> None:
+        turns = [Turn(prompt, i, 0, ANSWER) for i, prompt in enumerate(prompts)]
+        list(sampler.sample_turns(turns, SamplingParams(max_tokens=ANSWER, seed=seed)))
+
+    return train, sample
+
+
+@contextmanager
+def served(config: DecoderConfig, precision: str, *, rows: int) -> Iterator[tinker.ServiceClient]:
+    """Starts a service of a random model; yields a client."""
+    with tempfile.TemporaryDirectory() as made:
+        params = init(decoder(config).specs, jax.random.key(0), dtype=np.dtype(np.float32))
+        huggingface.save(Path(made) / "model", params, config, dtype=np.dtype(np.float32))
+        command = [sys.executable, "-m", "jaxrl", "tinker", f"{made}/model", "--port", "0"]
+        command += ["--precision", precision, "--name", "model", "--state_dir", f"{made}/state"]
+        # A row of the service ends with padding.
+        command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline().removeprefix("export ").strip() for _ in range(2)]
+            url, key = (line.split("=", 1)[1] for line in lines)
+            with tinker.ServiceClient(base_url=url, api_key=key) as client:
+                yield client
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def through_service(
+    service: tinker.ServiceClient, config: DecoderConfig, *, tenants: int
+) -> tuple[Run, Run]:
+    """Builds the same work through the client, divided among tenants."""
+    prompts, completions = material(config)
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints([*prompt, *said[:-1]]),
+            loss_fn_inputs={
+                "target_tokens": [*prompt[1:], *said],
+                "logprobs": [0.0] * (PROMPT - 1)
+                + [float(-np.log(config.vocab_size) - SAMPLER_NOISE)] * ANSWER,
+                "advantages": [0.0] * (PROMPT - 1) + [1.0] * ANSWER,
+            },
+        )
+        for prompt, said in zip(prompts, completions, strict=True)
+    ]
+    parts = [data[i::tenants] for i in range(tenants)]
+    asked = [prompts[i::tenants] for i in range(tenants)]
+    clients = [
+        service.create_lora_training_client("model", rank=RANK, seed=i).result()
+        for i in range(tenants)
+    ]
+    samplers = [one.save_weights_and_get_sampling_client().result() for one in clients]
+    pool = ThreadPoolExecutor(tenants)
+
+    def train(_: int) -> None:
+        def one(place: int) -> None:
+            done = clients[place].forward_backward(parts[place], "importance_sampling")
+            clients[place].optim_step(types.AdamParams(learning_rate=RATE)).result()
+            done.result()
+
+        list(pool.map(one, range(tenants)))
+
+    def sample(seed: int) -> None:
+        params = types.SamplingParams(max_tokens=ANSWER, stop=[], seed=seed)
+        waiting = [
+            samplers[place].sample(types.ModelInput.from_ints(prompt), 1, params)
+            for place in range(tenants)
+            for prompt in asked[place]
+        ]
+        for one in waiting:
+            one.result()
+
+    return train, sample
+
+
+def main() -> None:
+    parser = options(__doc__, repetitions=5)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["S"])
+    parser.add_argument("--tenants", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--precision", default="bf16_master")
+    parser.add_argument("--rows", type=int, default=16, help="sequences per microbatch")
+    args = parser.parse_args()
+    for shape in args.shapes:
+        config = SHAPES[shape]
+        train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
+        with served(config, args.precision, rows=args.rows) as service:
+            for tenants in args.tenants:
+                through = through_service(service, config, tenants=tenants)
+                for work, mine, theirs, tokens in (
+                    ("forward_backward and optim_step", through[0], train, SEQUENCES * LENGTH),
+                    ("sample", through[1], sample, SEQUENCES * ANSWER),
+                ):
+                    runs = {"service": mine, "library": theirs}
+                    seconds = alternate(runs, repetitions=args.repetitions)
+                    row = {"shape": shape, "work": work, "tenants": tenants, "rank": RANK}
+                    row |= {"precision": args.precision, "sequences": SEQUENCES}
+                    write(row | compared(seconds, tokens=tokens, ours="service"), args.out)
+
+
+if __name__ == "__main__":
+    main()
