@@ -147,3 +147,18 @@ def test_products_and_cycles_of_a_tpu_program():
     ]
     negated = [one for one in program_work(PRODUCT, trips=()) if one.computation == "offloaded"]
     assert [(one.read, one.written, one.cycles) for one in negated] == [(32, 32, 0)]
+
+
+# As XLA for GPUs writes a Pallas kernel; the bytes of its code are left out.
+KERNEL = r"""
+ENTRY %main (q: bf16[4,128], cache: u16[36,4096,128]) -> f32[4,128] {
+  %q = bf16[4,128]{1,0} parameter(0)
+  %cache = u16[36,4096,128]{2,1,0} parameter(1)
+  ROOT %k = f32[4,128]{1,0} custom-call(%q, %cache), custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 256 : i32, ir = "ML\EFR", serialized_metadata = "{\22bytes\22: \221048576\22}"}
+}
+"""  # noqa: E501
+
+
+def test_kernel_reads_what_its_metadata_states():
+    assert memory_traffic(KERNEL, trips=()) == MemoryTraffic(1048576, 4 * 128 * 4)
+    assert memory_traffic(KERNEL.replace("bytes", "other"), trips=()).read > 36 * 4096 * 128 * 2

@@ -5,6 +5,8 @@ attention adds the same numbers in the same order.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.model import Model
 from jaxrl.models.products import ADDED, product
 from jaxrl.models.spec import Params
+from jaxrl.sampling.embedded import cache_kernel
 
 CHUNK = 64  # tokens of a row that `extend` runs together
 
@@ -227,7 +230,7 @@ def _advance(
             new = _entries(k, v, context, for_cpu=cache.for_cpu)
             changed = _write(cache, new, place, (rows, positions))
             out = attend_cache(
-                q, changed, place, positions=positions, scoring=scoring, precision=precision
+                q, changed, place, positions=positions, scoring=scoring, context=context
             )
             return out[..., : v.shape[-1]], changed
 
@@ -266,10 +269,11 @@ def attend_cache(
     *,
     positions: jax.Array,
     scoring: Scoring,
-    precision: Precision,
+    context: LayerContext,
 ) -> jax.Array:
     """Computes grouped-query attention of T tokens per row over the row's cache, with the
-    arithmetic of `attention`. Slots hidden by the window are not read.
+    arithmetic of `attention`. Slots hidden by the window are not read. A single token of each row
+    has a kernel on an NVIDIA GPU.
 
     Args:
       q: [B, T, H, hd].
@@ -277,11 +281,25 @@ def attend_cache(
       place: i32[], index of the layer in the cache.
       positions: i32[B, T], consecutive in each row; results at padding are arbitrary.
       scoring: the window, scale, cap and sinks of the scores.
-      precision: scores and softmax are in `accumulate`.
+      context: its precision has scores and softmax in `accumulate`.
 
     Returns:
       [B, T, H, vd] in `precision.activations`.
     """
+    own: Any = {"scoring": scoring, "precision": context.precision}
+    plain = functools.partial(_attend_plain, **own)
+    alone = q.shape[1] == 1 and cache.values is not None and not cache.for_cpu
+    if not alone or not cache_kernel.computes(context.precision):
+        return plain(q, cache, place, positions)
+
+    def kernel(q, cache, place, positions):
+        held = cache.keys, cache.values
+        return cache_kernel.attend(q, *held, place, positions, **own, local=context.local)
+
+    return lax.platform_dependent(q, cache, place, positions, cuda=kernel, default=plain)
+
+
+def _attend_plain(q, cache, place, positions, *, scoring, precision):
     batch, length, heads, dim = q.shape
     kv_heads, window = cache.keys.shape[2], scoring.window
     groups = heads // kv_heads
