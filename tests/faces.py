@@ -37,7 +37,7 @@ def docstrings(module: str) -> dict[str, str | None]:
     body = ast.parse(source(module).read_text()).body
     for node, below in itertools.pairwise([*body, ast.Pass()]):
         match node:
-            case ast.FunctionDef(name) | ast.ClassDef(name):
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 found[name] = ast.get_docstring(node)
             case ast.Assign([ast.Name(name)]) | ast.AnnAssign(ast.Name(name)):
                 text = below.value if isinstance(below, ast.Expr) else None

@@ -48,7 +48,7 @@ def test_algebra_functions_have_examples(name):
 
 
 def first_words(path: Path) -> list[str]:
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
     return [text.split()[0] for node in nodes if (text := ast.get_docstring(node))]
 

@@ -45,7 +45,7 @@ def members(module: str) -> list[str]:
         return list(homes(module))
     found = list[str]()
     for node in ast.parse(_path(module, ".py").read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -17,7 +17,7 @@ from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded import decode_steps
-from jaxrl.sampling.embedded.kv_cache import Cache
+from jaxrl.sampling.embedded.cache import Cache
 from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sampling.embedded.stopping import Ending

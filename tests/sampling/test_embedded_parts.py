@@ -14,7 +14,8 @@ from jaxrl.core.compiled import jit
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
-from jaxrl.sampling.embedded.kv_cache import Cache, decode_step, extend, prefill
+from jaxrl.sampling.embedded.cache import Cache
+from jaxrl.sampling.embedded.kv_cache import decode_step, extend, prefill
 from jaxrl.sampling.embedded.stopping import advance, make_stops, no_ending
 from tests import tiny
 

@@ -19,8 +19,9 @@ from jaxrl.core.kept import RECORD
 from jaxrl.core.precision import Precision
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
+from jaxrl.sampling.embedded.cache import Cache
 from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, RowSettings, draw_tokens
-from jaxrl.sampling.embedded.kv_cache import Cache, decode_step
+from jaxrl.sampling.embedded.kv_cache import decode_step
 from jaxrl.sampling.embedded.stopping import Ending, advance
 
 SEGMENT = 64  # most tokens per row between two visits to the host

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.core.buckets import count_bucket, length_bucket
 from jaxrl.sampling.base import Turn
+from jaxrl.sampling.embedded.cache import Cache
 from jaxrl.sampling.embedded.decode_steps import (
     DecodeState,
     RowPlan,
@@ -17,7 +18,7 @@ from jaxrl.sampling.embedded.decode_steps import (
     replace_cache_rows,
     take_cache_rows,
 )
-from jaxrl.sampling.embedded.kv_cache import CHUNK, Cache, extend, prefill
+from jaxrl.sampling.embedded.kv_cache import CHUNK, extend, prefill
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sampling.embedded.stopping import no_ending
 from jaxrl.sampling.embedded.turn_caches import KeptPrefix, Queued

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import Turn, TurnCache
-from jaxrl.sampling.embedded.kv_cache import Cache
+from jaxrl.sampling.embedded.cache import Cache
 
 
 class KeptPrefix(NamedTuple):
