@@ -84,7 +84,12 @@ class Servers:
             self._load_adapters(missing[0], adapters[missing[0]])
         names = [self._loaded[name][1] for name in adapters]
         try:
-            yield from self._sampler.sample_own(turns, names)
+            # vLLM on a CPU gives tokens of the base the last adapter of their batch.
+            for adapted in (False, True):
+                places = [i for i, one in enumerate(turns) if (one.adapters is not None) == adapted]
+                together = [turns[place] for place in places]
+                for i, completion in self._sampler.sample_own(together, names):
+                    yield places[i], completion
         except Exception:
             self.forget()  # a server may have restarted
             raise

@@ -1,6 +1,7 @@
 """The official client trains and samples on a real server."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,13 +164,15 @@ def test_another_key_sees_nothing(server: Server) -> None:
 def test_the_documented_program_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
-    (program,) = (found for found in documented.snippets("py") if "tinker" in found.where)
-    names: dict[str, object] = {}
-    exec(compile(program.text, program.where, "exec"), names)
+    train, agent = (found for found in documented.snippets("py") if "tinker" in found.where)
+    names: dict[str, Any] = {"url": server.url, "key": KEYS[0]}
+    for program in (train, agent):  # in one shell
+        exec(compile(program.text, program.where, "exec"), names)
     service = names["service"]
     assert isinstance(service, tinker.ServiceClient)
     with service:
         assert names["model"] == "tiny"
+        assert len(names["data"]) == 1
 
 
 def test_a_loss_of_the_clients_own_is_differentiated_there(server: Server) -> None:

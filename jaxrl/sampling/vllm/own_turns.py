@@ -58,7 +58,8 @@ def _follows(own: OwnTurn, before: OwnTurn) -> bool:
     """Returns True if a turn is the next sample of the same context."""
     turn, last = own.turn, before.turn
     return (
-        own.params == before.params
+        own.params.temperature > 0  # vLLM refuses several greedy completions in one request
+        and own.params == before.params
         and own.adapters == before.adapters
         and (turn.prompt_index, turn.sample_index) == (last.prompt_index, last.sample_index + 1)
         and turn.max_tokens == last.max_tokens

@@ -118,7 +118,8 @@ class VllmSampler(VllmScorer, Sampler):
             check_recorded(params, self._vocab_size)
         groups: list[list[Turn]] = []
         for turn in turns:
-            if groups and _follows(turn, groups[-1][-1]):
+            # vLLM refuses several greedy completions in one request.
+            if params.temperature > 0 and groups and _follows(turn, groups[-1][-1]):
                 groups[-1].append(turn)
             else:
                 groups.append([turn])
