@@ -59,7 +59,6 @@ LONGEST = (
     "test_alarm_actions.py",
     "test_server.py",
     "test_servers.py",
-    "test_service_gateway.py",
     "test_hosts.py",
     "test_engine.py",
     "test_examples.py",

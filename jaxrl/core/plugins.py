@@ -41,8 +41,9 @@ def load_function(reference: str, *, builtin: ModuleType | None, key: str) -> Ca
         hint = f"did you mean {near}?" if near else f"it has {', '.join(names) or 'none'}"
         fault = f"{where} has no function {name!r}; {hint}"
         if not colon:
-            own = "to name your own function, write file.py:function"
-            fault = f"jaxrl has no {name!r} for this key; {f'{hint}; ' * bool(names)}{own}"
+            own = " To" if near else "; to"
+            own += " name your own function, write file.py:function"
+            fault = f"jaxrl has no {name!r} for this key{f'; {hint}' * bool(names)}{own}"
         raise ValueError(f"{key} = {reference!r}: {fault}")
     return function
 

@@ -26,7 +26,6 @@ class Settings(NamedTuple):
     interpret: bool = False
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "settings"))
 def by_rows(
     x: jax.Array, y: jax.Array, sizes: jax.Array, *, axis: int, settings: Settings
 ) -> jax.Array:
@@ -65,7 +64,6 @@ def by_rows(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("settings",))
 def by_groups(x: jax.Array, y: jax.Array, sizes: jax.Array, *, settings: Settings) -> jax.Array:
     """Computes `x.T @ y` for each group of rows: [M, A] and [M, B] -> [G, A, B]; zeros for an empty
     group. Arguments as in `by_rows`."""

@@ -135,7 +135,7 @@ def test_a_failure_names_the_last_line_of_the_users_code(tmp_path, monkeypatch, 
     ("reference", "message"),
     [
         ("exact_mach", "did you mean exact_match?"),
-        ("re", "no function 're'"),
+        ("re", "no 're' for this key"),
         ("none.py:f", "the file none.py does not exist"),
         ("{file}:halff", "did you mean half?"),
         ("{broken}:f", "importing .*broken.py failed: ZeroDivisionError"),

@@ -80,7 +80,7 @@ def test_what_a_users_function_may_return(user_file):
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("gropo", {}, "no function 'gropo'; did you mean grpo"),
+        ("gropo", {}, "no 'gropo' for this key; did you mean grpo"),
         ("gpro", {}, "did you mean grpo"),
         ("zzz", {}, "it has .*grpo.*vespo"),
         ("grpo", {"clip_hihg": 0.2}, "loss.clip_hihg.*did you mean clip_high"),
