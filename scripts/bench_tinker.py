@@ -20,12 +20,12 @@ import jax
 import numpy as np
 import optax
 import tinker
+from benchmarks import peers
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run, alternate, compared, options, write
 from tinker import types
 
-from jaxrl import huggingface
 from jaxrl.core import MinibatchShape, Precision, given_rollout, jit, pack_minibatch
 from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
@@ -76,12 +76,11 @@ def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run,
 
 
 @contextmanager
-def served(config: DecoderConfig, precision: str, *, rows: int) -> Iterator[tinker.ServiceClient]:
+def served(shape: str, precision: str, *, rows: int) -> Iterator[tinker.ServiceClient]:
     """Starts a service of a random model; yields a client."""
     with tempfile.TemporaryDirectory() as made:
-        params = init(decoder(config).specs, jax.random.key(0), dtype=np.dtype(np.float32))
-        huggingface.save(Path(made) / "model", params, config, dtype=np.dtype(np.float32))
-        command = [sys.executable, "-m", "jaxrl", "tinker", f"{made}/model", "--port", "0"]
+        model, _ = peers.write_material(Path(made), shape)
+        command = [sys.executable, "-m", "jaxrl", "tinker", str(model), "--port", "0"]
         command += ["--precision", precision, "--name", "model", "--state_dir", f"{made}/state"]
         # A row of the service ends with padding.
         command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
@@ -154,7 +153,7 @@ def main() -> None:
     for shape in args.shapes:
         config = SHAPES[shape]
         train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
-        with served(config, args.precision, rows=args.rows) as service:
+        with served(shape, args.precision, rows=args.rows) as service:
             for tenants in args.tenants:
                 through = through_service(service, config, tenants=tenants)
                 for work, mine, theirs, tokens in (
