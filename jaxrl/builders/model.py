@@ -79,7 +79,7 @@ def tpu_cost(precision: Precision) -> str | None:
         return None
     cost = f"each product of {short_name(precision.compute)} is {passes} of bf16"
     if precision.compute == "float16":
-        cost += " (3.0 to 3.4 times the cycles), and splash takes no f16"
+        cost += " (2.5 to 3.0 times the cycles), and splash takes no f16"
     return f"{cost}; see jaxrl doctor MODEL --budget .01 --topology v5p:1x1x1"
 
 

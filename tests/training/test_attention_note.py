@@ -15,7 +15,7 @@ from jaxrl.core.precision import PRESETS
         (
             "fp16_master",
             "tpu",
-            "; each product of f16 is 3 of bf16 (3.0 to 3.4 times the cycles), and splash takes no "
+            "; each product of f16 is 3 of bf16 (2.5 to 3.0 times the cycles), and splash takes no "
             "f16; see jaxrl doctor MODEL --budget .01 --topology v5p:1x1x1",
         ),
         ("bf16_master", "tpu", ""),
