@@ -32,13 +32,6 @@ from .gateway.dialect import (
     TurnRefusedError as TurnRefusedError,
     TurnRequest as TurnRequest,
 )
-from .gateway.server import (
-    Ask as Ask,
-    gateway_route as gateway_route,
-    read_reward as read_reward,
-    sent_key as sent_key,
-    turn_routes as turn_routes,
-)
 from .gateway.session import Endpoint as Endpoint
 from .isolation.calls import use_processors as use_processors
 from .isolation.sandbox import (

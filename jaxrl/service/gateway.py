@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl.environments import (
-    Ask,
     Chat,
     Conversations,
     EpisodeLimits,
@@ -23,11 +22,8 @@ from jaxrl.environments import (
     TurnAnswer,
     TurnRefusedError,
     TurnRequest,
-    gateway_route,
-    read_reward,
-    sent_key,
-    turn_routes,
 )
+from jaxrl.environments.gateway.server import Ask, gateway_route, read_reward, sent_key, turn_routes
 from jaxrl.service.routing import MissingError, Service, owned
 from jaxrl.service.sampling import BASE, Request as Drawing
 from jaxrl.service.wire import RefusedError

@@ -71,6 +71,14 @@ def test_group_is_one_request(server, sampler):
     assert abs(seeds[0] - seeds[1]) > 1000  # within a group a server counts up from it
 
 
+def test_greedy_group_is_a_request_each(server, sampler):
+    """vLLM refuses several greedy completions in one request."""
+    greedy = dataclasses.replace(PARAMS, temperature=0.0)
+    found = list(sampler.sample([np.array([2, 3])], greedy, group_size=2))
+    assert {c.sample_index for c in found} == {0, 1}
+    assert [body["sampling_params"].get("n", 1) for body in server.bodies] == [1, 1]
+
+
 def test_requests_are_limited_and_connections_reused(server, sampler):
     def slow(body):
         time.sleep(0.02)
