@@ -93,14 +93,17 @@ class Layout:
         Raises:
           ValueError: as `sharding`.
         """
-        cut = self.sharding(axes)
+        cut, whole = self.sharding(axes), self.gathered(axes)
+        return weight if cut == whole else _gather(weight, cut, whole)
+
+    def gathered(self, axes: Sequence[str]) -> NamedSharding:
+        """Returns the sharding of a parameter that `gather` returns; raises as `sharding`."""
         used = {k: set(v) for k, v in self.rules.activations}
         rules = {
             k: tuple(axis for axis in v if axis in used.get(k, ()))
             for k, v in self.rules.parameters
         }
-        whole = _sharding(self.mesh, axes, rules=rules)
-        return weight if cut == whole else _gather(weight, cut, whole)
+        return _sharding(self.mesh, axes, rules=rules)
 
     def local(
         self,

@@ -59,7 +59,7 @@ def block(
         flat = out.reshape(*x.shape[:2], -1)
         if gate is not None:
             flat = _opened(flat, gate, context=context)
-        more = project(flat, layer, "o", precision=precision)
+        more = project(flat, layer, "o", context=context)
         more = add_bias(more, layer, "o", precision=precision)
     x = precision.rounded(x + context.layer_norm(more, layer, "attn_out_norm"), "stream")
     x = constrain(x, stream)
@@ -71,7 +71,7 @@ def block(
         if "shared_gate" in layer:
             shared = gated(normed, layer, context=context, prefix="shared_")
             if "shared_score" in layer:
-                score = project(normed, layer, "shared_score", precision=precision)
+                score = project(normed, layer, "shared_score", context=context)
                 shared = _opened(shared, score, context=context)
             more = more + shared
     x = precision.rounded(x + context.layer_norm(more, layer, "mlp_out_norm"), "stream")
@@ -117,10 +117,10 @@ def project_qkv(
 
     if config.fused:
         queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        joint = project(x, layer, "qkv", precision=precision)
+        joint = project(x, layer, "qkv", context=context)
         q, k, v = jnp.split(joint, (queries, queries + keys), axis=-1)
     else:
-        q, k, v = (project(x, layer, name, precision=precision) for name in "qkv")
+        q, k, v = (project(x, layer, name, context=context) for name in "qkv")
     gate = None
     if config.output_gate:  # beside the queries of each head
         both = q.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
@@ -157,13 +157,13 @@ def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = ""
     [B, T, D], to be added to the stream. Its parameters' names begin with `prefix`."""
     config, precision = context.config, context.precision
     if config.fused:
-        gate, up = jnp.split(project(x, layer, "gate_up", precision=precision), 2, axis=-1)
+        gate, up = jnp.split(project(x, layer, "gate_up", context=context), 2, axis=-1)
     else:
         names = (f"{prefix}gate", f"{prefix}up")
-        gate, up = (project(x, layer, name, precision=precision) for name in names)
+        gate, up = (project(x, layer, name, context=context) for name in names)
     gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
     gelu = config.activation == "gelu_tanh"
     gate = jax.nn.gelu(gate, approximate=True) if gelu else jax.nn.silu(gate)
     hidden = precision.rounded(gate * up, "products")
     hidden = context.constrain(hidden, ("batch", "length", "mlp"))
-    return project(hidden, layer, f"{prefix}down", precision=precision)
+    return project(hidden, layer, f"{prefix}down", context=context)

@@ -61,13 +61,13 @@ def project_latent(
         return apply_rope(y, table, precision=precision)
 
     if latent.q_rank is None:
-        q = project(x, layer, "q", precision=precision)
+        q = project(x, layer, "q", context=context)
     else:
-        q = narrow(project(x, layer, "q_down", precision=precision), "q_down_norm")
-        q = project(q, layer, "q_up", precision=precision)
+        q = narrow(project(x, layer, "q_down", context=context), "q_down_norm")
+        q = project(q, layer, "q_up", context=context)
     q = heads(q, "q_heads", config.head_dim)
     q, turned = q[..., :kept], rotate(q[..., kept:])
-    both = project(x, layer, "kv_down", precision=precision)
+    both = project(x, layer, "kv_down", context=context)
     shared = rotate(both[..., None, latent.kv_rank :])
     low = narrow(both[..., : latent.kv_rank], "kv_down_norm")
     if context.absorbed:
@@ -75,7 +75,7 @@ def project_latent(
         keys = jnp.concatenate([shared, low[..., None, :]], axis=-1)
         return q, keys, keys
     q = jnp.concatenate([turned, q], axis=-1)
-    kv = project(low, layer, "kv_up", precision=precision)
+    kv = project(low, layer, "kv_up", context=context)
     kv = heads(kv, "kv_heads", kept + latent.value_dim)
     shared = jnp.broadcast_to(shared, (*kv.shape[:3], rotated))
     return q, jnp.concatenate([shared, kv[..., :kept]], axis=-1), kv[..., kept:]

@@ -5,6 +5,7 @@ the forward and backward passes. Norms, rotary embedding and silu are computed i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jaxrl.models.components import Group
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.products import matmul
 from jaxrl.models.rope import Rope, RopeTable, rope_table
+from jaxrl.sharding.gradients import GradientSum
 
 Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.
@@ -103,6 +105,8 @@ class LayerContext(NamedTuple):
     constrain: Constrain = identity  # constrains the sharding of activations
     local: Local = undivided  # runs experts and kernels on the devices that hold their parts
     by_heads: bool = False  # queries, keys and values are made by `heads.arrange`
+    # By matrix of the layer: the sum over devices of its gradient, where XLA's is slower.
+    gradients: Mapping[str, GradientSum] = MappingProxyType({})
 
     @property
     def absorbed(self) -> bool:
@@ -152,14 +156,20 @@ each row."""
 _DIVIDED = ("q", "k", "v", "qkv")  # projections that are rounded once they are divided by heads
 
 
-def project(x: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:
+def project(x: jax.Array, layer: Layer, name: str, *, context: LayerContext) -> jax.Array:
     """Multiplies by a matrix of the layer and its adapter, if it has one: W x + B (A x);
     [..., in] -> [..., out] in `precision.activations`."""
-    y = matmul(x, layer[name], precision=precision)
+    precision = context.precision
+
+    def times(x: jax.Array, name: str) -> jax.Array:
+        gradient = context.gradients.get(name)
+        return matmul(x, layer[name], precision=precision, gradient=gradient)
+
+    y = times(x, name)
     if f"{name}_a" not in layer:
         return y if name in _DIVIDED else precision.rounded(y, "products")
-    low = own_ranks(matmul(x, layer[f"{name}_a"], precision=precision), layer)
-    more = matmul(low, layer[f"{name}_b"], precision=precision)
+    low = own_ranks(times(x, f"{name}_a"), layer)
+    more = times(low, f"{name}_b")
     wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
     return precision.rounded(wide, "products")
 

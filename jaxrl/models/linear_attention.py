@@ -48,7 +48,7 @@ def linear_attention(
     gate = jax.nn.silu(gate.astype(precision.accumulate))
     out = (out.astype(precision.accumulate) * gate).astype(precision.activations)
     flat = out.reshape(*x.shape[:2], -1)
-    return project(flat, layer, "linear_o", precision=precision), kept
+    return project(flat, layer, "linear_o", context=context), kept
 
 
 def recur_rows(
@@ -103,11 +103,11 @@ def _project(
     precision, shape = context.precision, x.shape[:2]
     if linear.split:
         names = ("linear_qkv", "linear_z", "linear_beta", "linear_step")
-        inputs, gate, beta, step = (project(x, layer, one, precision=precision) for one in names)
+        inputs, gate, beta, step = (project(x, layer, one, context=context) for one in names)
     else:
         inputs, gate, beta, step = _divide(
-            project(x, layer, "qkvz", precision=precision),
-            project(x, layer, "gates", precision=precision),
+            project(x, layer, "qkvz", context=context),
+            project(x, layer, "gates", context=context),
             linear,
         )
     gate = gate.reshape(*shape, linear.value_heads, linear.value_dim)

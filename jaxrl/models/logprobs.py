@@ -20,7 +20,7 @@ from jax import lax
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
-from jaxrl.models.products import matmul, product, summed_in, transposed_product
+from jaxrl.models.products import matmul, product, rounded_sum, summed_in, transposed_product
 from jaxrl.models.row_parts import Rows
 from jaxrl.models.slots import Allowed, chunk_of, make_slots, predicted, put, take
 
@@ -350,7 +350,9 @@ def _scores_backward(plan, residuals, cotangents):
         scored, slot = (jnp.roll(x, -plan.behind, axis=1) for x in (scored, slot))
     scored, slot = scored[:, :, None], slot[:, :, None]
     d_hidden = jnp.where(scored, jnp.take_along_axis(d_hidden, slot, axis=1), 0)
-    d_unembedding = _restore(plan, d_weights).astype(unembedding.dtype)
+    d_weights = _restore(plan, d_weights)
+    round_to = rounded_sum if parts > 1 else jnp.astype
+    d_unembedding = round_to(d_weights, unembedding.dtype)
     return d_hidden, d_unembedding, None, jnp.zeros_like(temperature)
 
 

@@ -2,7 +2,7 @@
 the compiled program does not depend on their number."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -35,6 +35,7 @@ from jaxrl.models.parameters import param_specs
 from jaxrl.models.products import OUTPUT
 from jaxrl.models.row_parts import Rows
 from jaxrl.models.spec import Params, Specs
+from jaxrl.sharding.gradients import GradientSum
 from jaxrl.sharding.partition import Layout
 
 
@@ -203,9 +204,11 @@ class _Decoder(NamedTuple):
 
         def layer_of(group, x, layer, replay):
             x, layer = _in_turn(x, layer, config)
+            own = context
             if layout is not None and gathers:
-                own = self.specs[group.name]
-                layer = {k: layout.gather(v, axes_of(k, own)) for k, v in layer.items()}
+                axes = {k: axes_of(k, self.specs[group.name]) for k in layer}
+                layer = {k: layout.gather(v, axes[k]) for k, v in layer.items()}
+                own = context._replace(gradients=_gradients(axes, layout, precision))
 
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
@@ -216,7 +219,7 @@ class _Decoder(NamedTuple):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None
 
             table, mix = tables[group.kind.rope], recurrence_of if group.linear else attention_of
-            x, _, routing = block(x, layer, mix, table=table, context=context, recorded=replay)
+            x, _, routing = block(x, layer, mix, table=table, context=own, recorded=replay)
             return x, _observed(routing, segments) if routed and routing is not None else None
 
         if self.remat != "none" or gathers:
@@ -237,6 +240,15 @@ class _Decoder(NamedTuple):
         )
         x = context.norm(x, params["final_norm"])
         return context.constrain(x, ("batch", "length", "embed")), in_order(kept)
+
+
+def _gradients(
+    axes: Mapping[str, tuple[str, ...]], layout: Layout, precision: Precision
+) -> dict[str, GradientSum]:
+    """Returns the sums over devices of the gradients of a layer's matrices, given the logical axes
+    of all its parameters. With fixed sums XLA's remain, as devices add in its order there."""
+    sums = {k: GradientSum(layout, own) for k, own in axes.items() if len(own) == 2}
+    return {k: one for k, one in sums.items() if precision.sums == "any" and one.possible}
 
 
 def _periodic(config: DecoderConfig) -> bool:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import grouped
+from jaxrl.sharding.gradients import GradientSum
 
 # Checkpoint name of the outputs of matrix products, rounded: a remat policy may keep them.
 OUTPUT = "product"
@@ -231,6 +232,14 @@ def summed_in(precision: Precision) -> DType:
     return precision.grads if narrow else precision.accumulate
 
 
+def rounded_sum(x: jax.Array, dtype: DType) -> jax.Array:
+    """Rounds a sum over devices to a dtype. XLA for TPUs would round each device's part to bf16
+    instead, and add in bf16, if a cast alone followed the sum."""
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
 def transposed_product(
     x: jax.Array,
     y: jax.Array,
@@ -275,29 +284,41 @@ def named(x: jax.Array, name: str) -> jax.Array:
     return from_bits(checkpoint_name(to_bits(x), name), x.dtype)
 
 
-def _matmul_forward(x, weight, precision):
+def _matmul_forward(x, weight, precision, gradient):
     x, weight = x.astype(precision.compute), weight.astype(precision.compute)
-    y = product(x, weight, contract=(1, 1), precision=precision).astype(precision.activations)
-    return named(y, OUTPUT), (x, weight)
+    y = product(x, weight, contract=(x.ndim - 1, 1), precision=precision)
+    return named(y.astype(precision.activations), OUTPUT), (x, weight)
 
 
-def _matmul_backward(precision, residuals, dy):
+def _matmul_backward(precision, gradient, residuals, dy):
     x, weight = residuals
-    dx = product(dy, weight, contract=(1, 0), precision=precision)
-    dweight = transposed_product(dy, x, precision=precision, result=summed_in(precision))
-    return dx.astype(precision.activations), dweight.astype(weight.dtype)
+    dx = product(dy, weight, contract=(dy.ndim - 1, 0), precision=precision)
+    by_rows = functools.partial(
+        transposed_product, precision=precision, result=summed_in(precision)
+    )
+    if gradient is None:
+        dweight = by_rows(dy, x).astype(weight.dtype)
+    else:
+        dweight = rounded_sum(gradient(by_rows, dy, x), weight.dtype)
+    return dx.astype(precision.activations), dweight
 
 
-_matmul: Any = jax.custom_vjp(lambda *args: _matmul_forward(*args)[0], nondiff_argnums=(2,))
+_matmul: Any = jax.custom_vjp(lambda *args: _matmul_forward(*args)[0], nondiff_argnums=(2, 3))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def matmul(x: jax.Array, weight: jax.Array, *, precision: Precision) -> jax.Array:
+def matmul(
+    x: jax.Array, weight: jax.Array, *, precision: Precision, gradient: GradientSum | None = None
+) -> jax.Array:
     """Computes `x @ weight.T`: [..., in] and [out, in] -> [..., out], in `activations`. The
-    gradient's products have this precision, too."""
+    gradient's products have this precision, too.
+
+    `gradient` sums the gradient of `weight` over devices; `x` is then [B, T, in]. None leaves the
+    sum to XLA.
+    """
     x = x.astype(precision.activations)
-    flat = x.reshape(-1, x.shape[-1])
-    y = _matmul(flat, weight.astype(precision.compute), precision)
+    rows = x if gradient is not None else x.reshape(-1, x.shape[-1])
+    y = _matmul(rows, weight.astype(precision.compute), precision, gradient)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
