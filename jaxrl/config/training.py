@@ -144,6 +144,7 @@ class Config(RunConfig):
         yield from _sampling(self)
         yield from _weight_sync(self)
         yield from _fixed_sums(self)
+        yield from _blocks(self)
         yield from _alarms(self)
         yield from _own_meshes(self)
         yield from self.fleet.conflicts(self.sampler, self.hosts, run_dir=self.run_dir)
@@ -194,6 +195,15 @@ def _fixed_sums(c: Config) -> Iterator[str]:
             yield (
                 f"{key}, but sampler.{name} = {size} divides sums over devices; leave it out: each "
                 "device then decodes its own rows with whole weights"
+            )
+
+
+def _blocks(c: Config) -> Iterator[str]:
+    for key, found in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
+        if found is not None and found.blocks != "none" and c.sampler.name != "embedded":
+            yield (
+                f"{key} = {found.text!r}: blocks={found.blocks} applies to sampler.name = "
+                "'embedded' only; leave it out"
             )
 
 

@@ -5,6 +5,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core import blocks
 from jaxrl.core.precision import DType, Precision
 
 Tree = TypeVar("Tree")
@@ -36,8 +37,16 @@ def cast(tree: Tree, dtype: DType) -> Tree:
 
 
 def as_served(params: Tree, precision: Precision | str) -> Tree:
-    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype."""
+    """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype, then to the
+    `blocks`."""
     precision = Precision.of(precision)
     # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
     wire = jax.lax.optimization_barrier(cast(params, precision.wire))
-    return cast(wire, precision.sampler)
+    served = cast(wire, precision.sampler)
+    if precision.blocks != "e4m3":
+        return served
+
+    def one(path: tuple[object, ...], x: jax.Array) -> jax.Array:
+        return blocks.matrix(x, str(getattr(path[-1], "key", "")), precision)
+
+    return jax.tree.map_with_path(one, served)

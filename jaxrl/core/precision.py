@@ -39,6 +39,8 @@ _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 # "fixed": no sum of the forward pass depends on the other rows of the batch, or on its shape.
 SUMS = ("any", "fixed")
 LATENT = ("expanded", "sampler", "absorbed")  # forms of multi-head latent attention
+# Operands in blocks of 8 bits: none, both, or activations alone, for weights rounded before.
+BLOCKS = ("none", "e4m3", "rows")
 
 _Algorithm = jax.lax.DotAlgorithmPreset
 
@@ -89,6 +91,9 @@ class Precision:
         "any": XLA chooses, which is faster on CPU.
       latent: form of attention, see `models.latent`. "expanded", "absorbed" (the sampler's cache is
         narrow), or "sampler": "absorbed" in the sampler alone.
+      blocks: operands of projections and feed-forward networks in 8 bits, in learner and sampler
+        alike; see `core.blocks`. "e4m3": numbers of E4M3 that share factors; "rows": activations
+        alone, which is what a sampler's program computes with weights that `as_served` rounded.
       loss_scale: the scale of the loss before the backward pass.
       text: the line that it was read from, or `str` of it. Equal policies may differ in it.
 
@@ -107,6 +112,7 @@ class Precision:
     products: str = "exact"
     sums: str = "any"
     latent: str = "expanded"
+    blocks: str = "none"
     loss_scale: LossScaleSpec = dataclasses.field(default_factory=LossScaleSpec)
     text: str = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -128,6 +134,7 @@ class Precision:
             ("products", PRODUCTS, "a way to compute products"),
             ("sums", SUMS, "an order"),
             ("latent", LATENT, "a form"),
+            ("blocks", BLOCKS, "a kind of blocks"),
         ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not {kind}; use one of {', '.join(known)}")
@@ -137,6 +144,13 @@ class Precision:
                 "latent=absorbed, or leave one of them out"
             )
         f32 = np.dtype(np.float32)
+        for role in ("compute", "sampler"):
+            dtype = getattr(self, role)
+            if self.blocks != "none" and dtype not in (f32, jnp.bfloat16):
+                raise ValueError(
+                    f"blocks={self.blocks} and {role}={_SHORT[dtype]}: a number times its factor "
+                    "is exact in bf16 and f32 only; use one of them, or leave blocks out"
+                )
         if self.products != "exact" and f32 not in (self.compute, self.sampler):
             raise ValueError(
                 f"products={self.products} is for f32 operands, but compute="
@@ -234,7 +248,7 @@ def short_name(dtype: DType) -> str:
     return _SHORT[dtype]
 
 
-_SETTINGS = ("products", "sums", "latent", "loss_scale")
+_SETTINGS = ("products", "sums", "latent", "blocks", "loss_scale")
 ROLES = tuple(f.name for f in dataclasses.fields(Precision) if f.init and f.name not in _SETTINGS)
 
 _F32: dict[str, Any] = dict.fromkeys(ROLES, "f32")
@@ -321,7 +335,7 @@ def check_products(precision: Precision | str, platform: str, *, devices: int = 
 
 def sampler_precision(precision: Precision | str) -> Precision:
     """Returns the dtype policy of a forward pass that computes as the sampler does: operands and
-    activations in `sampler`, log-probs in `logits`.
+    activations in `sampler`, log-probs in `logits`. Its weights are those of `as_served`.
 
     Example:
       >>> phantom = parse("phantom")
@@ -336,6 +350,7 @@ def sampler_precision(precision: Precision | str) -> Precision:
         activations=precision.sampler,
         products=precision.products if precision.sampler == jnp.float32 else "exact",
         latent="absorbed" if precision.latent == "sampler" else precision.latent,
+        blocks="none" if precision.blocks == "none" else "rows",
         loss_scale=LossScaleSpec(),
     )
 

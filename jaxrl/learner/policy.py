@@ -122,7 +122,7 @@ def make_learner(
         before: Metrics = {}
         if objective.whole:
             used = lora.as_computed(state.params, precision)
-            weights = (constrain_merged if precision.sums == "fixed" else constrain)(
+            weights = (constrain_merged if lora.computes_merged(precision) else constrain)(
                 cast(used, precision.compute)
             )
             scores = _with_given(forward(weights, minibatch), survey_needs, minibatch)

@@ -120,7 +120,7 @@ def make_update(
         rows = dataclasses.replace(minibatch, microbatches=None)
         grads, (value, metrics) = summed(lora.trainable(weights), rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
-        if precision.sums == "fixed":
+        if lora.computes_merged(precision):
             grads = lora.of_adapters(state.params, grads)
         state, own = apply(state, grads)
         return state, metrics | {"loss": Mean(value, denominator)} | own
@@ -201,7 +201,7 @@ def constrainer(shardings: Any) -> Callable[[Params], Params]:
 
 def _shardings(shardings: Any, precision: Precision) -> Any:
     """Returns the shardings of `lora.as_computed`."""
-    return lora.frozen(shardings) if precision.sums == "fixed" else shardings
+    return lora.frozen(shardings) if lora.computes_merged(precision) else shardings
 
 
 def _apply(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core import blocks
 from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.layers import Layer, LayerContext, add_bias
 from jaxrl.models.products import grouped_matmul, matmul
@@ -58,7 +59,8 @@ def mixture(
     )
     numbers = jnp.arange(config.experts.count, dtype=jnp.int32)
     units = jnp.arange(config.experts.intermediate_size, dtype=jnp.int32)
-    own = (layer[name] for name in names)
+    # Before devices take their parts, which would have other blocks.
+    own = (blocks.matrix(layer[name], name, precision) for name in names)
     parts = run(x, routing.experts, routing.weights, numbers, units, *own)
     y = precision.rounded(jnp.sum(parts, axis=(0, 1)), "products")
     return context.constrain(y, ("batch", "length", "embed")), routing
@@ -168,6 +170,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
 
     def project(x, name):
+        x = blocks.operand(x, name, precision)
         y = precision.rounded(product(x, own[name]), "products").astype(precision.accumulate)
         if f"{name}_bias" not in own:
             return y

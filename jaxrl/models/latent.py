@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core import blocks
 from jaxrl.core.precision import Precision
 from jaxrl.models.layers import Layer, LayerContext, own_ranks, project, rms_norm
 from jaxrl.models.products import batched_matmul, matmul
@@ -87,7 +88,7 @@ def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> ja
     precision, count = context.precision, q.shape[-1]
 
     def by_head(name: str) -> jax.Array:
-        matrix = _of_heads(layer[name], context=context)[:, :count]
+        matrix = _of_heads(layer, name, context=context)[:, :count]
         return _batched(q, matrix.swapaxes(1, 2), context=context)
 
     def adapter() -> jax.Array:
@@ -105,7 +106,7 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
     low = out[..., latent.rope_dim :]
 
     def by_head(x: jax.Array, name: str) -> jax.Array:
-        matrix = _of_heads(layer[name], context=context)[:, -latent.value_dim :]
+        matrix = _of_heads(layer, name, context=context)[:, -latent.value_dim :]
         return _batched(x, matrix, context=context)
 
     def adapter() -> jax.Array:
@@ -115,8 +116,9 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
     return _adapted(by_head(low, "kv_up"), adapter, layer, context=context)
 
 
-def _of_heads(matrix: jax.Array, *, context: LayerContext) -> jax.Array:
-    """Divides a matrix by heads: [H * n, in] -> [H, n, in]."""
+def _of_heads(layer: Layer, name: str, *, context: LayerContext) -> jax.Array:
+    """Divides a matrix of the layer by heads: [H * n, in] -> [H, n, in]."""
+    matrix = blocks.matrix(layer[name], name, context.precision)
     return matrix.reshape(context.config.num_heads, -1, matrix.shape[-1])
 
 

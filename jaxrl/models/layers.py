@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core import blocks
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.components import Group
@@ -162,8 +163,8 @@ def project(x: jax.Array, layer: Layer, name: str, *, context: LayerContext) -> 
     precision = context.precision
 
     def times(x: jax.Array, name: str) -> jax.Array:
-        gradient = context.gradients.get(name)
-        return matmul(x, layer[name], precision=precision, gradient=gradient)
+        x, weight = blocks.operand(x, name, precision), blocks.matrix(layer[name], name, precision)
+        return matmul(x, weight, precision=precision, gradient=context.gradients.get(name))
 
     y = times(x, name)
     if f"{name}_a" not in layer:

@@ -198,9 +198,15 @@ def merge(params: Any) -> Params:
 
 
 def as_computed(params: Any, precision: Precision) -> Any:
-    """Returns the parameters that a learner computes with: with fixed sums those that a sampler
-    does, merged. Adapters beside their matrices would add in another order."""
-    return merge(params) if precision.sums == "fixed" else params
+    """Returns the parameters that a learner computes with, see `computes_merged`."""
+    return merge(params) if computes_merged(precision) else params
+
+
+def computes_merged(precision: Precision) -> bool:
+    """True if a learner merges adapters before each use, as the sampler does: with fixed sums,
+    because adapters beside their matrices add in another order, and with weights in 8 bits, because
+    they would not be rounded."""
+    return precision.sums == "fixed" or precision.blocks == "e4m3"
 
 
 def of_adapters(params: Any, grads: Any) -> Any:

@@ -92,7 +92,7 @@ def examine(
     for name, precision in served.items():
         devices = inputs.layout.mesh.devices.flat
         check_products(precision, devices[0].platform, devices=len(devices))
-        settings = (precision.products, precision.sums, precision.latent)
+        settings = (precision.products, precision.sums, precision.latent, precision.blocks)
         key = (precision.wire, precision.sampler, precision.logits, *settings)
         groups.setdefault(key, []).append(name)
     if config.sampler.name == "vllm_tpu" and len(groups) > 1:

@@ -98,5 +98,5 @@ def forward_facts(precision: Precision | str) -> dict[str, str]:
     """Names the roles of a dtype policy that a forward pass depends on, each with its value."""
     precision = Precision.of(precision)
     roles = {r: short_name(getattr(precision, r)) for r in ROLES if r not in _BACKWARD}
-    settings = {name: getattr(precision, name) for name in ("products", "sums", "latent")}
+    settings = {name: getattr(precision, name) for name in ("products", "sums", "latent", "blocks")}
     return {f"precision.{name}": value for name, value in (roles | settings).items()}
