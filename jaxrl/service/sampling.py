@@ -199,7 +199,7 @@ class Samplers:
         if one.prompt_logprobs or one.asked.wanted:
             scores = self._scorer.score(weights, one.prompt, one.asked)
             if one.last is not None:
-                scores.logprobs[: -one.last] = np.nan
+                scores = scores.of_last(one.last)
         for sample in samples if one.top else ():
             whole = np.concatenate([one.prompt, sample.tokens])
             found = self._scorer.score(weights, whole, Asked(one.top)).top

@@ -56,6 +56,16 @@ class Scores(NamedTuple):
     targets: np.ndarray | None
     draws: Top | None
 
+    def of_last(self, count: int) -> "Scores":
+        """Leaves out log-probs and most probable tokens before the last `count` tokens."""
+        logprobs, top = self.logprobs.copy(), self.top
+        logprobs[:-count] = np.nan
+        if top is not None:
+            ids, values = (x.copy() for x in top)
+            ids[:-count], values[:-count] = 0, _LOWEST
+            top = ids, values
+        return self._replace(logprobs=logprobs, top=top)
+
 
 class Scorer:
     """Scores sequences under any weights of a base."""
