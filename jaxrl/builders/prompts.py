@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from jaxrl import data
 from jaxrl.config.data import DataConfig, PromptConfig
@@ -11,7 +12,6 @@ from jaxrl.config.doctor import DoctorDataConfig
 from jaxrl.config.sampler import SamplingConfig
 from jaxrl.core import most_kept
 from jaxrl.data import Prompts, Rendering, Row, Tokenizer
-from jaxrl.environments import Tool
 from jaxrl.huggingface import Checkpoint
 from jaxrl.sampling import SamplingParams, StopTexts, check_recorded
 
@@ -48,16 +48,17 @@ def load_prompts(
     tokenizer: Tokenizer,
     *,
     rows: Iterator[Row],
-    tools: Iterable[Tool] = (),
+    tools: Iterable[Mapping[str, Any]] = (),
     limit: int | None = None,
 ) -> Prompts:
-    """Loads the prompts in rows of data, rendered with the tools; raises as `data.load_prompts`."""
+    """Loads the prompts in rows of data, rendered with the schemas of tools; raises as
+    `data.load_prompts`."""
     return data.load_prompts(
         rows,
         tokenizer,
         prompt_key=config.prompt_key,
         answer_key=config.answer_key if isinstance(config, DataConfig) else None,
-        rendering=rendering(config)._replace(tools=tuple(tool.schema for tool in tools)),
+        rendering=rendering(config)._replace(tools=tuple(tools)),
         max_tokens=config.max_prompt_tokens,
         limit=limit,
     )

@@ -2,7 +2,7 @@
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,22 @@ class SamplerNeeds(NamedTuple):
     completions: int = 1  # requested at the same time
 
 
+class Connection(NamedTuple):
+    """A run's way to its servers, for clients in other processes."""
+
+    kind: type[VllmSampler]
+    urls: Sequence[str]
+    settings: Mapping[str, Any]  # further arguments of `kind`
+
+    def open(self, *, first: int, max_requests: int) -> VllmSampler:
+        """Makes a client without connecting. Of equally loaded servers it prefers the one with the
+        number `first`, so that many clients do not all begin with the same one."""
+        first %= len(self.urls)
+        urls = [*self.urls[first:], *self.urls[:first]]
+        settings: dict[str, Any] = {**self.settings, "max_requests": max_requests}
+        return self.kind(urls, **settings)
+
+
 class Serving(NamedTuple):
     """A sampler, and the function that publishes weights to it."""
 
@@ -58,6 +74,7 @@ class Serving(NamedTuple):
     # Names and values of what the sampler's arithmetic depends on; a server takes 15 seconds.
     facts: Callable[[], dict[str, str]] = dict
     sleep: Callable[[], None] = lambda: None  # gives the sampler's memory back until a publish
+    connection: Connection | None = None  # None unless servers sample
 
 
 @contextmanager
@@ -167,7 +184,8 @@ def _open_client(
             routed_layers=weights.model.config.routed_layers if needs.record_experts else 0,
             record_kept=needs.record_kept,
         )
-        client, check = (StockSampler if stock else VllmSampler)(urls, **settings), None
+        kind = StockSampler if stock else VllmSampler
+        client, check = kind(urls, **settings), None
         stack.callback(client.close)
         if stock and needs.record_kept:
             raise ValueError(
@@ -187,7 +205,8 @@ def _open_client(
         publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
         facts = functools.partial(_facts_of_servers, named)
         sleep = functools.partial(_sleep, named, config) if config.sleep else lambda: None
-        yield Serving(client, publish, None if stock else client.score, facts, sleep)
+        score = None if stock else client.score
+        yield Serving(client, publish, score, facts, sleep, Connection(kind, urls, settings))
 
 
 def _sleep(servers: Sequence[VllmServer], config: SamplerConfig) -> None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from jaxrl.builders.prompts import load_prompts, read_data
 from jaxrl.config.training import Config
 from jaxrl.data import Example, Prompts, Tokenizer
-from jaxrl.environments import RewardTerm, Tool, load_tools
-from jaxrl.fleet.rewards import reward_loader
+from jaxrl.environments import RewardTerm, Tool, load_rewards, load_tools
+from jaxrl.fleet.rewards import load_remote_rewards, tool_schemas
+from jaxrl.fleet.workers import Workers
 from jaxrl.huggingface import Checkpoint
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
@@ -19,7 +20,7 @@ class TaskData(NamedTuple):
     """Prompts and reward functions of a run."""
 
     tokenizer: Tokenizer  # the policy's
-    tools: Mapping[str, Tool]  # of the environment, by name
+    tools: Mapping[str, Tool]  # of the environment, by name; none if workers play the episodes
     prompts: Prompts  # the training prompts
     held_out: Prompts | None  # the evaluation prompts; None without any
     rewards: Sequence[RewardTerm]  # the reward functions
@@ -28,16 +29,26 @@ class TaskData(NamedTuple):
     judge: RewardTerm | None = None  # the function of judge.path, which nothing trains on
 
 
-def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> TaskData:
-    """Loads the rewards of a config, and the prompts of each of the splits ("train", "test").
+def load_task(
+    config: Config, policy: Checkpoint, *, splits: Container[str], workers: Workers | None = None
+) -> TaskData:
+    """Loads the rewards of a config, and the prompts of each of the splits ("train", "test"). With
+    workers, the functions are loaded by them, and the tools too if they play the episodes.
 
     Raises:
       ValueError: for a tokenizer, data, tools or rewards that cannot be used; it names the key.
     """
-    c, tools = config.reward, load_tools(config.environment.tools)
-    tokenizer, load_rewards = policy.tokenizer, reward_loader()
+    c, tokenizer = config.reward, policy.tokenizer
+    tools, load_functions = dict[str, Tool](), load_rewards
+    if workers is not None:
+        load_functions = functools.partial(load_remote_rewards, workers)
+    if workers is not None and plays_in_workers(config):
+        schemas = tool_schemas(workers, config.environment.tools)
+    else:
+        tools = load_tools(config.environment.tools)
+        schemas = [tool.schema for tool in tools.values()]
     prompts, held_out = Prompts((), 0), None
-    load = functools.partial(load_prompts, config.data, tokenizer, tools=tools.values())
+    load = functools.partial(load_prompts, config.data, tokenizer, tools=schemas)
     if "train" in splits:
         prompts = load(rows=read_data(config.data.path, key="data.path"))
     if "test" in splits and (path := config.data.eval_path) is not None:
@@ -46,7 +57,7 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
     if config.environment.name is None:
         examples = itertools.chain(prompts.examples, held_out.examples if held_out else ())
         _check_lengths(config, examples, policy=policy)
-    rewards = load_rewards(c.path, c.function_weights, timeout=c.timeout)
+    rewards = load_functions(c.path, c.function_weights, timeout=c.timeout)
     weights = {reward.name: reward.weight for reward in rewards}
     if c.model is not None:
         weights[MODEL] = c.model_weight
@@ -54,8 +65,14 @@ def load_task(config: Config, policy: Checkpoint, *, splits: Container[str]) -> 
         weights[ENVIRONMENT] = 1.0
     judge = None
     if config.judge.path is not None and not config.judge.by_hand:
-        (judge,) = load_rewards((config.judge.path,), timeout=c.timeout, key="judge.path")
+        (judge,) = load_functions((config.judge.path,), timeout=c.timeout, key="judge.path")
     return TaskData(tokenizer, tools, prompts, held_out, rewards, weights, judge)
+
+
+def plays_in_workers(config: Config) -> bool:
+    """Tells if the workers of a fleet, if there are any, play whole groups: they need servers. With
+    another sampler they only compute rewards."""
+    return config.sampler.name == "vllm"
 
 
 def _check_lengths(config: Config, examples: Iterable[Example], *, policy: Checkpoint) -> None:

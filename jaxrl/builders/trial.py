@@ -38,15 +38,19 @@ def try_task(
       ValueError: if a reward with a weight, or the environment, fails on both. Without a reference
         answer a failure on "" is only shown: a function may refuse an empty completion.
     """
-    held_out = task.held_out.examples if task.held_out is not None else ()
-    example = next(iter([*task.prompts.examples[:1], *held_out[:1]]), None)
-    if example is None:
+    if (example := first_example(task)) is None:
         return []
     texts = [*([str(example["answer"])] if "answer" in example else []), ""]
     lines = [_try_reward(config, term, example, texts=texts) for term in rewards]
     if runner is not None:
         lines += _try_environment(config, task, runner, example=example, texts=texts, params=params)
     return lines
+
+
+def first_example(task: TaskData) -> Example | None:
+    """Returns the first row of a task; None without prompts."""
+    held_out = task.held_out.examples if task.held_out is not None else ()
+    return next(iter([*task.prompts.examples[:1], *held_out[:1]]), None)
 
 
 def _try_reward(config: Config, term: RewardTerm, example: Example, *, texts: Sequence[str]) -> str:

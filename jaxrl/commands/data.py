@@ -52,7 +52,7 @@ def _prompts(config: Config, tokenizer: data.Tokenizer) -> Iterator[str]:
     """Yields the lines about the prompts of `jaxrl train`."""
     tools, c = load_tools(config.environment.tools).values(), config.data
     rows = read_data(c.path, key="data.path")
-    found = load_prompts(c, tokenizer, rows=rows, tools=tools)
+    found = load_prompts(c, tokenizer, rows=rows, tools=[tool.schema for tool in tools])
     limit = f"data.max_prompt_tokens = {c.max_prompt_tokens}"
     yield f"{c.path}, {length_line('prompts', [len(one.tokens) for one in found.examples])}"
     yield f"dropped, because they have more tokens than {limit}: {found.too_long}"

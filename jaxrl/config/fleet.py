@@ -64,8 +64,9 @@ class FleetConfig(Section):
     """Ray resources of each server, such as GPU=2 with --tensor-parallel-size 2."""
 
     workers: NonNegativeInt = 0
-    """Processes that compute the functions of reward.path and judge.path, off the learner's host.
-    With 0 the learner's process 0 computes them."""
+    """Processes that play whole groups from vLLM servers: requests, episodes, tools, rewards. With
+    another sampler they only compute the functions of reward.path and judge.path. With 0 the
+    learner's process 0 does all of this."""
 
     worker_resources: Texts = ("CPU=1",)
     """Ray resources of each worker. A reward that starts processes, such as python_tests, has as

@@ -119,6 +119,8 @@ class _Fleet:
                 died = gang.died() or self._without_servers(gang)
                 if died is None or self._signals.received:
                     return self._status(gang)
+                for worker in workers:  # what they play is of the learner that has ended
+                    import_ray().kill(worker, no_restart=False)
                 again = f"restart {start + 1} of {c.restarts}, from the last checkpoint"
                 self._events.note(f"{died}; {again}" if start < c.restarts else died)
             raise RuntimeError(

@@ -1,67 +1,58 @@
-"""A worker of a fleet: a process that computes rewards, as an actor of Ray."""
+"""A worker of a fleet: a process that calls functions for the learner, as an actor of Ray."""
 
-import functools
+import asyncio
 import os
+import pickle
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from jaxrl.environments import Reward, load_rewards, use_processors
+import jax
 
+from jaxrl.environments import use_processors
 
-class Loaded(NamedTuple):
-    """A reward that workers have loaded."""
-
-    name: str
-    weight: float
-    takes_all: bool
+_THREADS = 4096  # started as calls need them
 
 
-class Spec(NamedTuple):
-    """The reward functions of a key of a config."""
+class Raised(NamedTuple):
+    """The result of a call that raised."""
 
-    paths: tuple[str, ...]
-    weights: tuple[float, ...]
-    timeout: float  # seconds per call
-    key: str
-
-    def load(self) -> list[Reward]:
-        """Loads the functions; raises as `load_rewards`."""
-        return load_rewards(self.paths, self.weights, timeout=self.timeout, key=self.key)
+    error: Exception
 
 
 class Worker:
-    """Loads the user's functions when they are first asked for, and calls them."""
+    """Calls the functions that the learner names, each in a thread of its own."""
 
     def __init__(self, directory: str, path: Sequence[str], *, processors: int) -> None:
-        """Enters the run's working directory and takes the learner's module search path."""
+        """Enters the run's working directory and takes the learner's module search path. The
+        node's accelerators stay with learner and servers."""
         os.chdir(directory)
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         use_processors(processors)
+        jax.config.update("jax_platforms", "cpu")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="calls")
 
-    def awake(self) -> bool:
-        """Answers, which shows that the worker is there."""
+    async def awake(self) -> bool:
+        """Answers, also during calls, which shows that the process runs."""
         return True
 
-    def load(self, spec: Spec) -> list[Loaded] | str:
-        """Loads rewards; returns what the learner knows about them, or the text of an error."""
-        try:
-            terms = _terms(Spec(*spec))
-        except ValueError as error:
-            return str(error)
-        return [Loaded(term.name, term.weight, term.takes_all) for term in terms]
-
-    def apply(
-        self,
-        spec: Spec,
-        index: int,
-        completions: Sequence[str],
-        examples: Sequence[Mapping[str, Any]],
-    ) -> list[float | str]:
-        """Applies the reward function at a place of the spec; returns as `Reward.apply`."""
-        return _terms(Spec(*spec))[index].apply(completions, examples)
+    async def call(self, request: bytes) -> bytes:
+        """Makes a pickled call, (function, arguments); returns its pickled result, or `Raised`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _answer, request)
 
 
-@functools.cache
-def _terms(spec: Spec) -> list[Reward]:
-    return spec.load()
+def _answer(request: bytes) -> bytes:
+    try:
+        function, arguments = pickle.loads(request)
+        return pickle.dumps(function(*arguments))
+    except Exception as error:
+        return pickle.dumps(Raised(_picklable(error)))
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,36 +1,223 @@
-"""Rewards that the workers of a fleet compute: the learner's side."""
+"""Calls of functions in the workers of a fleet: the learner's side.
 
-import itertools
+One thread owns the workers. It hands calls to those that answer, and makes the calls of a dead
+worker again elsewhere.
+"""
+
+import atexit
+import functools
+import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from jaxrl.fleet.engine import connect, import_ray
-from jaxrl.fleet.membership import Membership
-from jaxrl.fleet.worker import Loaded, Spec
+from jaxrl.fleet.membership import Membership, membership
+from jaxrl.fleet.worker import Raised
 
-_PARTS = 4  # of the completions for each worker, so that a slow one holds up little
-_TRIES = 3  # deaths of workers by a call that cannot be divided
+_TRIES = 3  # workers that may die of a call that is alone on them
+_SHARED = 2  # deaths of workers that also had other calls, after which a call is made alone
 _PATIENCE = 300.0  # seconds without any worker
-_POLL = 1.0  # seconds between two looks at a worker that is away
-_SLACK = 60.0  # seconds beyond a call's own deadline before its worker is ended
-
-
-class Call(NamedTuple):
-    """A call of a worker's method."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    seconds: float  # after which it counts as hung
-    tries: int = _TRIES  # workers that it may end before it is given up
+_POLL = 1.0  # seconds between two looks at the workers
+_SILENT = 120.0  # seconds after which a worker that does not answer is ended
+_ASKED = 20.0  # seconds between two questions to a busy worker
 
 
 class Died(NamedTuple):
-    """The result of a call whose workers all died of it."""
+    """The result of a call whose workers died of it."""
 
     text: str
+
+
+class _Call:
+    """A call until it has its result."""
+
+    def __init__(self, request: bytes, tries: int) -> None:
+        self.request, self.tries, self.future = request, tries, Future[Any]()
+        self.shared = self.alone = 0  # deaths of its workers, with and without other calls
+
+    @property
+    def suspect(self) -> bool:
+        return self.shared >= _SHARED or self.alone > 0
+
+
+class _Worker:
+    """A worker as the learner knows it."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.calls: dict[int, _Call] = {}  # running, by their numbers
+        self.ready = False
+        self.reserved = False  # for a call that has to be alone
+        self.asked: float | None = None  # when it was last asked if it is there, without an answer
+        self.next = 0.0  # when it is asked again
+
+
+class Workers:
+    """The workers of a fleet. A call whose worker dies is made again by another one.
+
+    A call that is running when two workers die gets the third one to itself. If three die of it
+    alone, its result is `Died`.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, restart: Callable[[Any], None]) -> None:
+        """`actors` have the methods of `fleet.worker.Worker`; `restart` ends one and starts it
+        again."""
+        self.slots = 1  # calls that a worker makes at the same time
+        self._workers, self._restart = [_Worker(actor) for actor in actors], restart
+        self._waiting: deque[_Call] = deque()
+        self._events = SimpleQueue[Callable[[], None]]()
+        self._numbers, self._alive, self._looked = 0, time.monotonic(), 0.0
+        self._open, self._failure = True, "none is known"  # the last one of a worker
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+        self._thread.start()
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return len(self._workers)
+
+    def submit(
+        self, function: Callable[..., Any], *arguments: Any, tries: int = _TRIES
+    ) -> "Future[Any]":
+        """Has a top-level function called; returns the future of its result, which is `Died` if
+        `tries` workers that had no other call have died of it.
+
+        The future raises what the function raises, and RuntimeError if no worker is there for five
+        minutes. A call whose future is cancelled before it begins is not made.
+        """
+        call = _Call(pickle.dumps((function, arguments)), tries)
+        self._events.put(lambda: self._waiting.append(call))
+        return call.future
+
+    def close(self) -> None:
+        """Ends the thread; calls get no results any more."""
+        self._open = False
+        self._thread.join(10 * _POLL)
+
+    def _run(self) -> None:
+        while self._open:
+            try:
+                self._events.get(timeout=_POLL)()
+                while True:
+                    self._events.get_nowait()()
+            except Empty:
+                pass
+            if time.monotonic() - self._looked > _POLL / 2:
+                self._look()
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Begins the calls that workers have room for, in their order."""
+        kept: deque[_Call] = deque()
+        while self._waiting:
+            call = self._waiting.popleft()
+            if (worker := self._room(call)) is None:
+                kept.append(call)
+                if not call.suspect:
+                    break  # there is no room for any other
+            elif call.future.running() or call.future.set_running_or_notify_cancel():
+                self._begin(worker, call)
+        self._waiting.extendleft(reversed(kept))
+
+    def _room(self, call: _Call) -> _Worker | None:
+        """Returns the worker with the fewest calls; a suspect call gets one without any."""
+        ready = [one for one in self._workers if one.ready]
+        if not call.suspect:
+            free = [one for one in ready if not one.reserved and len(one.calls) < self.slots]
+            return min(free, key=lambda one: len(one.calls), default=None)
+        chosen = min(ready, key=lambda one: (not one.reserved, len(one.calls)), default=None)
+        if chosen is None or chosen.calls:
+            if chosen is not None:
+                chosen.reserved = True  # it gets no others until it is empty
+            return None
+        chosen.reserved = True
+        return chosen
+
+    def _begin(self, worker: _Worker, call: _Call) -> None:
+        self._numbers = number = self._numbers + 1
+        worker.calls[number] = call
+        answer = worker.actor.call.remote(call.request).future()
+        answer.add_done_callback(
+            lambda done: self._events.put(lambda: self._end(worker, number, done))
+        )
+
+    def _end(self, worker: _Worker, number: int, done: "Future[bytes]") -> None:
+        if (call := worker.calls.get(number)) is None:
+            return  # it has been given up
+        if (error := done.exception()) is not None:
+            self._lost(worker, f"died ({_first_line(error)})")
+            return
+        del worker.calls[number]
+        worker.reserved = worker.reserved and bool(worker.calls)
+        self._alive = time.monotonic()
+        result = pickle.loads(done.result())
+        if isinstance(result, Raised):
+            call.future.set_exception(result.error)
+        else:
+            call.future.set_result(result)
+
+    def _lost(self, worker: _Worker, how: str) -> None:
+        """Puts the calls of a dead worker first in the queue, and asks until it is back."""
+        calls = [*worker.calls.values()]
+        worker.calls.clear()
+        worker.ready = worker.reserved = False
+        worker.asked, worker.next = None, time.monotonic() + _POLL
+        self._failure = how
+        for call in reversed(calls):
+            if len(calls) > 1:
+                call.shared += 1
+            else:
+                call.alone += 1
+            if call.alone >= call.tries:
+                call.future.set_result(Died(f"each of {call.tries} workers {how}"))
+            else:
+                self._waiting.appendleft(call)
+
+    def _look(self) -> None:
+        """Asks workers if they are there, and ends those that are silent."""
+        self._looked = now = time.monotonic()
+        for worker in self._workers:
+            if worker.asked is not None and now - worker.asked > _SILENT and worker.ready:
+                self._restart(worker.actor)
+                self._lost(worker, f"did not answer for {_SILENT:.0f} s")
+            elif worker.asked is None and now >= worker.next and (worker.calls or not worker.ready):
+                self._ask(worker)
+        if any(worker.ready for worker in self._workers) or not self._waiting:
+            self._alive = now
+        elif now - self._alive > _PATIENCE:
+            error = RuntimeError(
+                f"none of the {self.count} workers of the fleet has been there for "
+                f"{_PATIENCE:.0f} s; the last failure: {self._failure:.1000}"
+            )
+            while self._waiting:
+                self._waiting.popleft().future.set_exception(error)
+
+    def _ask(self, worker: _Worker) -> None:
+        if worker.asked is not None:
+            return
+        worker.asked = asked = time.monotonic()
+        answer = worker.actor.awake.remote().future()
+        answer.add_done_callback(
+            lambda done: self._events.put(lambda: self._answered(worker, asked, done))
+        )
+
+    def _answered(self, worker: _Worker, asked: float, done: "Future[bool]") -> None:
+        if worker.asked != asked:
+            return  # of a worker that has been given up
+        worker.asked, worker.next = None, time.monotonic() + _ASKED
+        if (error := done.exception()) is not None:
+            self._lost(worker, f"died ({_first_line(error)})")
+        else:
+            worker.ready = True
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def worker_name(index: int) -> str:
@@ -38,197 +225,23 @@ def worker_name(index: int) -> str:
     return f"worker-{index}"
 
 
-class RemoteReward(NamedTuple):
-    """One term of the reward, whose function the workers call."""
-
-    loaded: Loaded
-    spec: Spec
-    index: int  # of its function in the spec
-    workers: "Workers"
-
-    @property
-    def name(self) -> str:
-        """Its name in metrics and messages."""
-        return self.loaded.name
-
-    @property
-    def weight(self) -> float:
-        """Its factor in the sum."""
-        return self.loaded.weight
-
-    @property
-    def takes_all(self) -> bool:
-        """True if its function takes all completions at once."""
-        return self.loaded.takes_all
-
-    def apply(
-        self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]
-    ) -> list[float | str]:
-        """Returns as `Reward.apply`, in the order of the completions. A completion that ends every
-        worker that scores it has failed.
-
-        Raises:
-          RuntimeError: if no worker is there for five minutes.
-        """
-        count = len(completions)
-        parts = 1 if self.takes_all else min(count, _PARTS * self.workers.count)
-        ends = [count * i // parts for i in range(parts + 1)] if count else []
-        found: list[float | str] = []
-        pieces = [slice(*pair) for pair in itertools.pairwise(ends)]
-        calls = [self._call(completions[piece], examples[piece]) for piece in pieces]
-        for piece, result in zip(pieces, self.workers.results(calls), strict=True):
-            if isinstance(result, Died) and not self.takes_all and piece.stop - piece.start > 1:
-                alone = [slice(i, i + 1) for i in range(piece.start, piece.stop)]
-                again = [self._call(completions[one], examples[one]) for one in alone]
-                for single in self.workers.results(again):
-                    found += [single.text] if isinstance(single, Died) else single
-            elif isinstance(result, Died):
-                found += [result.text] * (piece.stop - piece.start)
-            else:
-                found += result
-        return found
-
-    def _call(self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]) -> Call:
-        rows = [dict(example) for example in examples]
-        seconds = _SLACK + self.spec.timeout * (1 if self.takes_all else max(1, len(rows)))
-        # One of several completions may be to blame, and each is then tried alone.
-        tries = _TRIES if self.takes_all or len(rows) == 1 else 1
-        return Call("apply", (self.spec, self.index, list(completions), rows), seconds, tries)
+def fleet_workers() -> Workers | None:
+    """Connects to the workers of this process's fleet; None without any. Raises RuntimeError if the
+    cluster cannot be reached."""
+    fleet = membership()
+    return None if fleet is None or not fleet.workers else find_workers(fleet)
 
 
-class Workers:
-    """The workers of a fleet. A call whose worker dies is made again by another one."""
-
-    def __init__(self, fleet: Membership) -> None:
-        """Connects to the fleet's cluster; raises RuntimeError if it cannot be reached."""
-        self._ray, self.count = import_ray(), fleet.workers
-        if not self._ray.is_initialized():
-            connect(namespace=fleet.namespace, address=fleet.address)
-        self.failure = "none is known"  # the last one of a worker
-        self._lock = threading.Lock()
-        self._idle: deque[Any] = deque()
-        self._asked: dict[Any, Any] = {}  # workers that are away, by the answer that is waited for
-        self._resting: deque[tuple[float, Any]] = deque()  # lost ones, and when to ask them again
-        for index in range(self.count):
-            self._ask(self._ray.get_actor(worker_name(index), namespace=fleet.namespace))
-
-    def load_rewards(
-        self,
-        paths: Sequence[str],
-        weights: Sequence[float] = (),
-        *,
-        timeout: float = 60.0,
-        key: str = "reward.path",
-    ) -> list[RemoteReward]:
-        """Has the reward functions that a config names loaded by a worker, and by the others when
-        they are first called; raises as `load_rewards`."""
-        spec = Spec(tuple(paths), tuple(weights), timeout, key)
-        (loaded,) = self.results([Call("load", (spec,), _PATIENCE)])
-        if isinstance(loaded, Died):
-            raise ValueError(f"{key} = {list(paths)}: {loaded.text} while it imported them")
-        if isinstance(loaded, str):
-            raise ValueError(loaded)
-        return [RemoteReward(Loaded(*one), spec, i, self) for i, one in enumerate(loaded)]
-
-    def results(self, calls: Sequence[Call]) -> list[Any]:
-        """Makes calls, one at a time on each worker; returns their results in order.
-
-        Raises:
-          RuntimeError: if no worker is there for five minutes.
-        """
-        with self._lock:
-            return _Round(self._ray, self, calls).finish()
-
-    def take(self) -> Any | None:
-        """Returns an idle worker; None if there is none."""
-        return self._idle.popleft() if self._idle else None
-
-    def give(self, worker: Any) -> None:
-        """Takes back a worker that has answered."""
-        self._idle.append(worker)
-
-    def lost(self, worker: Any) -> None:
-        """Takes back a worker that has died, and asks until it is back."""
-        self._resting.append((time.monotonic() + _POLL, worker))
-
-    def wait(self, running: Sequence[Any]) -> list[Any]:
-        """Waits a moment for one of the answers `running` or for a worker that is away; returns the
-        answers that are there."""
-        while self._resting and self._resting[0][0] <= time.monotonic():
-            self._ask(self._resting.popleft()[1])
-        awaited = [*running, *self._asked]
-        if not awaited:
-            time.sleep(_POLL)
-            return []
-        ready, _ = self._ray.wait(awaited, num_returns=1, timeout=_POLL)
-        for answer in ready:
-            if (worker := self._asked.pop(answer, None)) is not None:
-                try:
-                    self._ray.get(answer)
-                    self.give(worker)
-                except self._ray.exceptions.RayActorError as error:
-                    self.failure = str(error)
-                    self.lost(worker)
-        return [answer for answer in ready if answer in running]
-
-    def _ask(self, worker: Any) -> None:
-        self._asked[worker.awake.remote()] = worker
-
-
-class _Round:
-    """Some calls, until each has its result."""
-
-    def __init__(self, ray: Any, workers: Workers, calls: Sequence[Call]) -> None:
-        self._ray, self._workers, self._calls = ray, workers, calls
-        self._waiting = deque(range(len(calls)))
-        self._running: dict[Any, tuple[Any, int, float]] = {}
-        self._deaths = [0] * len(calls)
-        self._found: dict[int, Any] = {}
-
-    def finish(self) -> list[Any]:
-        alive = time.monotonic()
-        while len(self._found) < len(self._calls):
-            while self._waiting and (worker := self._workers.take()) is not None:
-                self._begin(worker, self._waiting.popleft())
-            if self._running:
-                alive = time.monotonic()
-            elif time.monotonic() - alive > _PATIENCE:
-                raise RuntimeError(
-                    f"none of the {self._workers.count} workers of the fleet has been there for "
-                    f"{_PATIENCE:.0f} s; the last failure: {self._workers.failure:.1000}"
-                )
-            for answer in self._workers.wait(list(self._running)):
-                self._end(answer)
-            self._end_hung()
-        return [self._found[i] for i in range(len(self._calls))]
-
-    def _begin(self, worker: Any, index: int) -> None:
-        call = self._calls[index]
-        answer = getattr(worker, call.method).remote(*call.arguments)
-        self._running[answer] = worker, index, time.monotonic() + call.seconds
-
-    def _end(self, answer: Any) -> None:
-        worker, index, _ = self._running.pop(answer)
-        try:
-            self._found[index] = self._ray.get(answer)
-        except self._ray.exceptions.RayActorError:
-            self._workers.lost(worker)
-            self._count_death(index, "died")
-        else:
-            self._workers.give(worker)
-
-    def _end_hung(self) -> None:
-        now = time.monotonic()
-        for answer, (worker, index, until) in list(self._running.items()):
-            if now > until:
-                del self._running[answer]
-                self._ray.kill(worker, no_restart=False)
-                self._workers.lost(worker)
-                self._count_death(index, f"did not answer in {self._calls[index].seconds:.0f} s")
-
-    def _count_death(self, index: int, how: str) -> None:
-        self._deaths[index] += 1
-        if self._deaths[index] < (tries := self._calls[index].tries):
-            self._waiting.append(index)
-        else:
-            self._found[index] = Died(f"each of {tries} workers {how}")
+@functools.cache
+def find_workers(fleet: Membership) -> Workers:
+    """Connects to the workers of a fleet; raises RuntimeError if its cluster cannot be reached."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        connect(namespace=fleet.namespace, address=fleet.address)
+    names = map(worker_name, range(fleet.workers))
+    made = Workers(
+        [ray.get_actor(name, namespace=fleet.namespace) for name in names],
+        restart=lambda actor: ray.kill(actor, no_restart=False),
+    )
+    atexit.register(made.close)  # before Ray's own: a call would connect this process again
+    return made

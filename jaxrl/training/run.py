@@ -1,7 +1,9 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
+import math
+import pickle
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -13,11 +15,11 @@ from jaxrl.builders.prompts import rendering, training_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.reward_model import RewardModel, load_reward_model
-from jaxrl.builders.sampler import SamplerNeeds, open_sampler
+from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
-from jaxrl.builders.task import MODEL, TaskData, load_task
+from jaxrl.builders.task import MODEL, TaskData, load_task, plays_in_workers
 from jaxrl.builders.teacher import names_teacher, open_teacher
-from jaxrl.builders.trial import try_task
+from jaxrl.builders.trial import first_example, try_task
 from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
 from jaxrl.config.bucket import local_directory
 from jaxrl.config.toml_file import flatten
@@ -26,8 +28,9 @@ from jaxrl.core import Hosts, disagreement, flags_note
 from jaxrl.data import end_note, marked_text, one_line
 from jaxrl.diagnostics import Score
 from jaxrl.environments import EpisodeRunner
+from jaxrl.fleet.workers import Died, Workers, fleet_workers
 from jaxrl.learner import Checkpoints, State
-from jaxrl.sampling import SamplingParams
+from jaxrl.sampling import SamplingParams, VllmSampler
 from jaxrl.sharding import Layout
 from jaxrl.tracking.samples import Samples
 from jaxrl.tracking.services import open_services
@@ -41,6 +44,8 @@ from jaxrl.training.judge import Judge
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
+from jaxrl.training.rollouts.groups import GroupWorkers, slots
+from jaxrl.training.rollouts.play import Setup, play, try_in_worker
 from jaxrl.training.run_directory import check_config, compare_config, open_run_tracker
 
 
@@ -81,11 +86,12 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     start = hosts.on_leader(lambda: find_fork(fork, config))
     recipe, models = make_recipe(config), find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, apart=config.devices_apart)
-    task = load_task(config, models.policy, splits=("train", "test") if hosts.leads else ())
+    workers, splits = fleet_workers(), ("train", "test") if hosts.leads else ()
+    task = load_task(config, models.policy, splits=splits, workers=workers)
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
     )
-    episode_runner, params, tried = _try(config, task, models)
+    episode_runner, params, tried = _try(config, task, models, workers=workers)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
     teaches, task, reward_model = _open_rewards(config, task, models, layout=layout, hosts=hosts)
     hosts.on_leader(lambda: _claim(config, inputs))
@@ -123,6 +129,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             reward_model=reward_model,
             teacher=teacher,
             note=tracker.note,
+            workers=_group_workers(config, serving, workers, weights=task.weights),
         )
         run = Run(
             config=config,
@@ -172,10 +179,37 @@ def _open_rewards(
     return False, task, reward_model
 
 
+def _group_workers(
+    config: Config, serving: Serving, workers: Workers | None, *, weights: Mapping[str, float]
+) -> GroupWorkers | None:
+    """Returns what has groups played by the workers of a fleet; None if this process plays them."""
+    connection = serving.connection
+    if workers is None or connection is None or not isinstance(serving.sampler, VllmSampler):
+        return None
+    workers.slots = slots(config, servers=len(connection.urls), workers=workers.count)
+    setup = Setup(
+        config,
+        connection,
+        dict(weights),
+        requests=max(1, math.ceil(config.sampler.max_requests / workers.count)),
+    )
+    return GroupWorkers(
+        workers, play, setup=pickle.dumps(setup), sampler=serving.sampler, weights=weights
+    )
+
+
 def _try(
-    config: Config, task: TaskData, models: ModelFiles
+    config: Config, task: TaskData, models: ModelFiles, *, workers: Workers | None
 ) -> tuple[EpisodeRunner | None, SamplingParams, list[str]]:
-    """Makes what plays and samples a run's episodes, and tries it on the first row."""
+    """Makes what plays and samples a run's episodes, and tries it on the first row. Both happen in
+    a worker if workers play."""
+    if workers is not None and plays_in_workers(config):
+        params = training_params(config.sampling, models.policy, seed=config.seed)
+        first = first_example(task)
+        tried = [] if first is None else workers.submit(try_in_worker, config, first).result()
+        if isinstance(tried, Died):
+            raise ValueError(f"{tried.text} of rewards or environment on the first row of the data")
+        return None, params, tried
     runner = environment.make_episode_runner(
         config, task.tokenizer, task.tools, vocab_size=models.policy.config.vocab_size
     )

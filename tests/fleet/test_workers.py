@@ -1,4 +1,4 @@
-"""Rewards in workers, on a real Ray of three nodes."""
+"""Rewards and whole groups in workers, on a real Ray of three nodes."""
 
 import os
 import time
@@ -11,11 +11,18 @@ pytest.importorskip("ray")
 import ray
 from ray.cluster_utils import Cluster
 
+from jaxrl.core.batch import to_json
 from jaxrl.environments.rewards.score import load_rewards, score
 from jaxrl.fleet.engine import connect
 from jaxrl.fleet.membership import Membership
+from jaxrl.fleet.rewards import load_remote_rewards
 from jaxrl.fleet.worker import Worker
-from jaxrl.fleet.workers import Workers, worker_name
+from jaxrl.fleet.workers import Workers, find_workers, worker_name
+from jaxrl.training.interrupt import Interrupt
+from jaxrl.training.progress import Progress
+from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.rollouts.stream import Stream
+from tests.fleet.served_groups import open_source, reply, write_material
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -76,14 +83,16 @@ def workers(cluster, tmp_path_factory) -> Iterator[Workers]:
             .remote(os.getcwd(), [], processors=1)
             for i in range(2)
         ]
-        yield Workers(Membership(found.address, "test", len(made)))
+        used = find_workers(Membership(found.address, "test", len(made)))
+        yield used
+        used.close()
     finally:
         ray.shutdown()
 
 
 def both(workers, names, tmp_path_factory, *, timeout=5.0, texts, rows):
     paths = [f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:{n}" for n in names]
-    there = workers.load_rewards(paths, timeout=timeout)
+    there = load_remote_rewards(workers, paths, timeout=timeout)
     here = load_rewards(paths, timeout=timeout)
     return score(there, texts, rows), score(here, texts, rows)
 
@@ -104,7 +113,7 @@ def test_scores_equal_those_of_this_process(workers, tmp_path_factory):
 def test_completion_that_ends_its_worker_fails_alone(workers, tmp_path_factory):
     path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:deadly"
     texts = ["a", "die", "bb", *("d" * i for i in range(20))]
-    scored = score(workers.load_rewards([path]), texts, [{}] * len(texts))
+    scored = score(load_remote_rewards(workers, [path]), texts, [{}] * len(texts))
     assert "each of 3 workers died" in (scored.first_failure or "")
     wanted = [np.nan if text == "die" else len(text) for text in texts]
     np.testing.assert_array_equal(scored.total, wanted)
@@ -112,7 +121,7 @@ def test_completion_that_ends_its_worker_fails_alone(workers, tmp_path_factory):
 
 def test_costly_rewards_run_side_by_side(workers, tmp_path_factory):
     path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:costly"
-    terms = workers.load_rewards([path])
+    terms = load_remote_rewards(workers, [path])
     score(terms, ["a"] * 2, [{}] * 2)  # both have loaded it
     since = time.monotonic()
     assert score(terms, ["a"] * 8, [{}] * 8).total.sum() == 8
@@ -122,4 +131,52 @@ def test_costly_rewards_run_side_by_side(workers, tmp_path_factory):
 def test_function_that_cannot_be_loaded_is_named(workers, tmp_path_factory):
     path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:lenght"
     with pytest.raises(ValueError, match=r"reward.path = .*did you mean length\?"):
-        workers.load_rewards([path])
+        load_remote_rewards(workers, [path])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reward.path": "{}/code.py:early,{}/code.py:fatal"},
+        {"reward.path": "{}/code.py:early,{}/code.py:rank"},
+        {"environment.name": "{}/code.py:Twice", "reward.path": "{}/code.py:early"},
+    ],
+    ids=["a worker dies", "batched", "environment"],
+)
+def test_groups_equal_those_of_this_process(workers, server, tmp_path, keys):
+    write_material(tmp_path)
+    server.reply = reply
+    keys = {name: text.replace("{}", str(tmp_path)) for name, text in keys.items()}
+    found = []
+    for used in (workers, None):
+        notes: list[str] = []
+        source = open_source(tmp_path, server, workers=used, **keys)._replace(note=notes.append)
+        progress = Progress()
+        batches = [collect(source, progress=progress, seconds={}) for _ in range(2)]
+        rollouts = [str(to_json(r)) for batch in batches for r in batch.sampled]
+        source.sampler.close()
+        numbers = [batch.numbers for batch in batches]
+        found.append((rollouts, str(numbers), str(progress.to_json()), notes))
+        if used is workers:
+            assert str(os.getpid()) not in (tmp_path / "imported").read_text().split()
+    assert found[0][0] == found[1][0]
+    assert found[0][1:] == found[1][1:]
+    assert (tmp_path / "mark").exists() == ("fatal" in keys["reward.path"])
+
+
+def test_stream_through_workers_loses_no_group_and_trains_none_twice(workers, server, tmp_path):
+    write_material(tmp_path)
+    server.reply = reply
+    code = f"{tmp_path}/code.py:early,{tmp_path}/code.py:fatal"
+    keys = {"reward.path": code, "train.steps": 6, "rollouts.max_staleness": 6}
+    keys |= {"train.train_batch": 2}
+    source, progress = open_source(tmp_path, server, workers=workers, **keys), Progress()
+    trained = []
+    with Stream(source, progress, interrupt=Interrupt()) as stream:
+        for _ in range(6):
+            batch = stream.collect(seconds={})
+            assert batch is not None
+            trained += [r.group for r in batch.batch]
+            progress.step += 1
+    assert trained == [group for group in range(12) for _ in range(4)]
+    assert (tmp_path / "mark").exists()

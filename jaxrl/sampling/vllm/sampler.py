@@ -90,6 +90,12 @@ class VllmSampler(VllmScorer, Sampler):
         )
         self._routed_layers, self.records_kept = routed_layers, record_kept
         self._served = Served(0)
+        self._used: dict[str, Any] = {"version": 0, "urls": list(urls)}
+
+    @property
+    def used(self) -> dict[str, Any]:
+        """The last arguments of `use_version`, for another client of the same servers."""
+        return self._used
 
     @property
     def version(self) -> int:
@@ -104,6 +110,7 @@ class VllmSampler(VllmScorer, Sampler):
 
         If a session is given, weights published by another session's learner are refused."""
         self._router.use(urls)
+        self._used = {"version": version, "urls": urls, "adapter": adapter, "session": session}
         self._served = Served(version, adapter, session)
 
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:

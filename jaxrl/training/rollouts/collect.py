@@ -156,12 +156,16 @@ def _sample_and_score(
     with ThreadPoolExecutor(1, thread_name_prefix="rewards") as thread:
         with clock(seconds, "time/sample"):
             tasks = list[Future[None]]()
-            for one in generate(source, examples, params=params, group_size=size):
+            for one in generate(source, examples, params=params, group_size=size, scored=early):
                 check_versions([one.rollout], step=step, oldest=step)
                 groups[one.rollout.group].append(one)
                 if early and len(groups[one.rollout.group]) == size:
-                    ready.put(_ordered(groups.pop(one.rollout.group)))
-                    tasks.append(thread.submit(score_ready))
+                    complete = _ordered(groups.pop(one.rollout.group))
+                    if source.workers is not None:
+                        scored.extend(rollout for _, rollout in complete)
+                    else:
+                        ready.put(complete)
+                        tasks.append(thread.submit(score_ready))
         with clock(seconds, "time/reward"):
             for task in tasks:
                 task.result()

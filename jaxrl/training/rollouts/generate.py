@@ -14,6 +14,7 @@ from jaxrl.core import Rollout
 from jaxrl.data import Example
 from jaxrl.environments import EpisodeRunner, as_rollout
 from jaxrl.sampling import Sampler, SamplingParams
+from jaxrl.training.rollouts.groups import GroupWorkers
 
 
 class RolloutSource(NamedTuple):
@@ -27,6 +28,7 @@ class RolloutSource(NamedTuple):
     reward_model: RewardModel | None
     teacher: Teacher | None
     note: Callable[[str], None]  # shows a line to the user
+    workers: GroupWorkers | None = None  # play the groups; None if this process does
 
     @property
     def greedy(self) -> SamplingParams:
@@ -35,7 +37,7 @@ class RolloutSource(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """A rollout without the rewards of reward functions, and its index in its group."""
+    """A rollout and its index in its group."""
 
     index: int
     rollout: Rollout
@@ -47,9 +49,17 @@ def generate(
     *,
     params: SamplingParams,
     group_size: int,
+    scored: bool = False,
 ) -> Iterator[Generated]:
     """Samples `group_size` rollouts for each example, in the order in which they finish. The keys
-    of `examples` are the numbers of their groups."""
+    of `examples` are the numbers of their groups. The rollouts have no rewards of functions, unless
+    workers play them and `scored` is set."""
+    if source.workers is not None:
+        for played in source.workers.play(examples, params=params, size=group_size, scored=scored):
+            for text in played.notes:
+                source.note(text)
+            yield from (Generated(i, rollout) for i, rollout in enumerate(played.rollouts))
+        return
     mask_truncated = source.config.train.mask_truncated
     if source.episode_runner is None:
         numbers, prompts = list(examples), [example.tokens for example in examples.values()]

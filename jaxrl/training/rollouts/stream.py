@@ -9,22 +9,31 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from jaxrl.core import Hosts, Rollout
 from jaxrl.data import Example
+from jaxrl.sampling import SamplingParams
 from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts import dynamic_sampling
 from jaxrl.training.rollouts.buffer import Buffer, Counts, staleness
 from jaxrl.training.rollouts.collect import RolloutBatch, collect, prompts_at, request_params
 from jaxrl.training.rollouts.generate import Generated, RolloutSource, generate
-from jaxrl.training.rollouts.score import failure_note, reward_metrics, score_rollouts, with_teacher
+from jaxrl.training.rollouts.groups import Played
+from jaxrl.training.rollouts.score import (
+    failure_note,
+    reward_metrics,
+    score_rollouts,
+    scores_by_group,
+    with_teacher,
+)
 from jaxrl.training.timing import Numbers
 
 GRACE = 10.0  # seconds for running rewards to end
@@ -82,12 +91,16 @@ class Stream:
         served = c.sampler.name == "vllm"
         self._chunk = 1 if served else c.train.train_batch
         most = (c.rollouts.max_staleness + 1) * c.train.train_batch
-        # Complete groups without rewards, and their prompts; None ends a thread.
-        self._complete = SimpleQueue[tuple[list[Generated], Example] | None]()
+        # What is to be done with complete groups; None ends a thread.
+        self._complete = SimpleQueue[Callable[[], None] | None]()
+        self._sent = set[Future[Any]]()  # groups that the workers of a fleet play
+        scoring = min(workers, most) if served else 1
+        sampling = 1 if source.workers is not None else scoring
+        works = [("rollouts", self._sample_groups)] * sampling
+        works += [("rewards", self._score_groups)] * scoring
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"{name}-{i}", daemon=True)
-            for i in range(min(workers, most) if served else 1)
-            for name, work in (("rollouts", self._sample_groups), ("rewards", self._score_groups))
+            for i, (name, work) in enumerate(works)
         ]
 
     def __enter__(self) -> Self:
@@ -100,6 +113,8 @@ class Stream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        for future in list(self._sent):
+            future.cancel()
         for _ in self._threads:
             self._complete.put(None)
         self._source.sampler.close()
@@ -186,8 +201,8 @@ class Stream:
             self._sample(numbers)
 
     def _score_groups(self) -> None:
-        while (group := self._complete.get()) is not None and not self._closed:
-            self._score(*group)
+        while (work := self._complete.get()) is not None and not self._closed:
+            work()
 
     def _begin(self) -> list[int] | None:
         with self._changed:
@@ -206,6 +221,10 @@ class Stream:
         source, size = self._source, self._source.config.train.group_size
         examples = prompts_at(source, numbers)
         params = request_params(source, step=self._step, request=numbers[0])
+        if source.workers is not None:
+            for number in numbers:
+                self._send(number, examples[number], params)
+            return
         groups: dict[int, list[Generated]] = {number: [] for number in numbers}
         for one in generate(source, examples, params=params, group_size=size):
             number = one.rollout.group
@@ -214,16 +233,49 @@ class Stream:
                 with self._changed:
                     self._sampling.stop()
                     self._rewarding.start()
-                self._complete.put((groups.pop(number), examples[number]))
+                group = sorted(groups.pop(number), key=lambda one: one.index)
+                rollouts = [rollout for _, rollout in group]
+                self._complete.put(functools.partial(self._score, rollouts, examples[number]))
         if groups:  # the learner would wait for them forever
             raise RuntimeError(f"the sampler ended without all completions of prompts {[*groups]}")
 
-    def _score(self, group: list[Generated], example: Example) -> None:
-        ordered = [one.rollout for one in sorted(group, key=lambda one: one.index)]
+    def _send(self, number: int, example: Example, params: SamplingParams) -> None:
+        """Has a group played by the workers of a fleet."""
+        source, size = self._source, self._source.config.train.group_size
+        assert source.workers is not None
+        by_group = scores_by_group(source)
+        future = source.workers.submit(
+            number, example, index=0, params=params, size=size, scored=by_group
+        )
+
+        def receive() -> None:
+            played = source.workers.played(
+                future.result(), number=number, example=example, size=size
+            )
+            if by_group:
+                self._finish(played)
+            else:
+                self._score(played.rollouts, example)
+
+        def done(_: object) -> None:
+            if not future.cancelled():
+                with self._changed:
+                    self._sent.discard(future)
+                    self._sampling.stop()
+                    self._rewarding.start()
+                self._complete.put(receive)
+
+        self._sent.add(future)
+        future.add_done_callback(done)
+
+    def _score(self, ordered: Sequence[Rollout], example: Example) -> None:
         number, failures = ordered[0].group, list[str]()
         noting = self._source._replace(note=failures.append)
-        rollouts = score_rollouts(noting, ordered, examples={number: example})
-        rollouts = with_teacher(self._source, rollouts)
+        self._finish(Played(score_rollouts(noting, ordered, examples={number: example}), failures))
+
+    def _finish(self, scored: Played) -> None:
+        rollouts, failures = scored
+        number, rollouts = rollouts[0].group, with_teacher(self._source, rollouts)
         with self._changed:
             self._rewarding.stop()
             if failures:

@@ -1,0 +1,135 @@
+"""Calls in workers that die: with workers of this process, which need no Ray."""
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
+
+import pytest
+
+from jaxrl.fleet import workers as module
+from jaxrl.fleet.worker import _answer
+from jaxrl.fleet.workers import Died, Workers
+
+SECONDS = 30.0  # for everything that a test waits for
+
+
+class Actor:
+    """A worker's process: a thread for each call. `die` ends it with all of its calls."""
+
+    def __init__(self) -> None:
+        self.threads, self.lock = ThreadPoolExecutor(64), threading.Lock()
+        self.running: set[Future] = set()
+        self.most = self.deaths = 0
+        self.silent = False
+        self.call, self.awake = Method(self._call), Method(self._awake)
+
+    def die(self) -> None:
+        with self.lock:
+            ended, self.running = self.running, set()
+            self.deaths += 1
+        for answer in ended:
+            answer.set_exception(ConnectionError("the process has ended\nat once"))
+
+    def _awake(self) -> Future:
+        answer: Future = Future()
+        if not self.silent:
+            answer.set_result(True)
+        return answer
+
+    def _call(self, request: bytes) -> Future:
+        answer: Future = Future()
+        with self.lock:
+            self.running.add(answer)
+            self.most = max(self.most, len(self.running))
+        self.threads.submit(self._work, request, answer)
+        return answer
+
+    def _work(self, request: bytes, answer: Future) -> None:
+        ACTOR.value = self
+        found = _answer(request)
+        with self.lock:
+            alive = answer in self.running
+            self.running.discard(answer)
+        if alive:
+            answer.set_result(found)
+
+
+class Method:
+    def __init__(self, function) -> None:
+        self._function = function
+
+    def remote(self, *arguments):
+        answer = self._function(*arguments)
+        return type("Answer", (), {"future": lambda self: answer})()
+
+
+ACTOR = threading.local()
+
+
+def double(number: int) -> int:
+    time.sleep(0.01)
+    return 2 * number
+
+
+def fail(number: int) -> int:
+    raise KeyError(number)
+
+
+def kill(number: int) -> int:
+    ACTOR.value.die()
+    return number
+
+
+def start(count: int, *, slots: int) -> tuple[list[Actor], Workers]:
+    actors = [Actor() for _ in range(count)]
+    workers = Workers(actors, restart=Actor.die)
+    workers.slots = slots
+    return actors, workers
+
+
+def test_calls_survive_those_that_end_their_workers(monkeypatch):
+    monkeypatch.setattr(module, "_POLL", 0.02)
+    actors, workers = start(3, slots=4)
+    calls = [workers.submit(kill if i in (5, 17) else double, i) for i in range(40)]
+    assert not wait_for(calls, SECONDS).not_done
+    for i, call in enumerate(calls):
+        if i in (5, 17):
+            assert call.result() == Died("each of 3 workers died (the process has ended)")
+        else:
+            assert call.result() == 2 * i
+    assert max(actor.most for actor in actors) <= 4
+    # Two deaths in company, then three alone; both may be in the same company.
+    assert 8 <= sum(actor.deaths for actor in actors) <= 10
+
+
+def test_error_is_raised_here_and_a_cancelled_call_is_not_made():
+    _, workers = start(1, slots=1)
+    with pytest.raises(KeyError, match="7"):
+        workers.submit(fail, 7).result(SECONDS)
+    first, second = workers.submit(time.sleep, 0.2), workers.submit(kill, 1)
+    assert second.cancel()
+    assert first.result(SECONDS) is None
+    assert workers.submit(double, 4).result(SECONDS) == 8
+
+
+def test_silent_worker_is_ended_and_its_call_is_made_again(monkeypatch):
+    for name, value in {"_POLL": 0.02, "_SILENT": 0.3, "_ASKED": 0.05}.items():
+        monkeypatch.setattr(module, name, value)
+    actors, workers = start(2, slots=1)
+    assert workers.submit(double, 1).result(SECONDS) == 2
+    calls = [workers.submit(time.sleep, 0.8)]
+    while not any(actor.running for actor in actors):
+        time.sleep(0.001)
+    silent = next(actor for actor in actors if actor.running)
+    silent.silent = True
+    assert not wait_for(calls, SECONDS).not_done
+    assert silent.deaths == 1
+
+
+def test_no_worker_for_long_is_an_error_with_the_last_failure(monkeypatch):
+    for name, value in {"_POLL": 0.02, "_PATIENCE": 0.2}.items():
+        monkeypatch.setattr(module, name, value)
+    actors, workers = start(1, slots=1)
+    actors[0].silent = True
+    with pytest.raises(RuntimeError, match="none of the 1 workers of the fleet has been there"):
+        workers.submit(double, 1).result(SECONDS)
