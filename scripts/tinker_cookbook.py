@@ -7,7 +7,9 @@ The cookbook needs an environment of its own, and Qwen3's tokenizer (scripts/fet
     python scripts/tinker_cookbook.py --python .venv-cookbook/bin/python
 
 The recipes name a model and data sets of the hub. In the folder where they run, paths of these
-names hold a tiny random model with the published tokenizer and a few rows of the same form.
+names hold a tiny random model with the published tokenizer and a few rows of the same form. The
+model that sl_loop trains is the teacher of the distillation. The recipes' own numbers go to the
+standard output, as JSON lines.
 """
 
 import argparse
@@ -30,9 +32,31 @@ from jaxrl import huggingface, models
 ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / ".cache" / "tokenizers" / "qwen3"
 MODEL = "Qwen/Qwen3-8B"
+RL = ("groups_per_batch=4", "group_size=4", "max_tokens=48", "learning_rate=1e-3", "lora_rank=32")
+RL += ("behavior_if_log_dir_exists=delete",)
 RECIPES = {
-    "sl_loop": ("batch_size=8", "max_length=256", "learning_rate=3e-3"),
+    "sl_loop": ("batch_size=8", "max_length=256", "learning_rate=1e-2"),
     "rl_loop": ("batch_size=2", "group_size=4", "max_tokens=8", "loss_fn=importance_sampling"),
+    "preference.dpo.train": (
+        "dataset=hhh",
+        "batch_size=8",
+        "max_length=256",
+        "learning_rate=1e-2",
+        "lr_schedule=constant",
+        "behavior_if_log_dir_exists=delete",
+    ),
+    "distillation.on_policy_distillation": (
+        f"teacher_model={MODEL}",
+        "dataset=deepmath",
+        "loss_fn=importance_sampling",
+        *RL,
+    ),
+}
+SHOWN = {
+    "sl_loop": ("train_mean_nll",),
+    "rl_loop": ("reward/total",),
+    "preference.dpo.train": ("dpo_loss", "margin"),
+    "distillation.on_policy_distillation": ("teacher_kl",),
 }
 
 
@@ -41,7 +65,7 @@ def write_model(directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(TOKENIZER))
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     config = huggingface.from_hf_config(
-        make_arithmetic.TINY | ids | {"max_position_embeddings": 1024}
+        make_arithmetic.TINY | ids | {"max_position_embeddings": 2048}
     )
     f32 = jnp.dtype(jnp.float32)
     params = models.init(models.param_specs(config), jax.random.key(0), dtype=f32)
@@ -53,7 +77,7 @@ def write_model(directory: Path) -> None:
 def write_data(place: Path) -> None:
     """Writes rows in the form of the recipes' data sets."""
     rng = random.Random(0)
-    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(64)]
+    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(512)]
     robots = [
         {
             "messages": [
@@ -64,21 +88,56 @@ def write_data(place: Path) -> None:
         for a, b in pairs
     ]
     school = [{"question": f"What is {a} + {b}?", "answer": f"So #### {a + b}"} for a, b in pairs]
-    for name, rows in (("HuggingFaceH4/no_robots", robots), ("openai/gsm8k", school)):
-        directory = place / name
-        directory.mkdir(parents=True)
-        (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (directory / "README.md").write_text(
-            "---\nconfigs:\n- config_name: main\n  default: true\n  data_files:\n"
-            "  - split: train\n    path: train.jsonl\n---\n"
-        )
+    ask = "\n\nHuman: What is {} + {}?\n\nAssistant: It is {}."
+    preferred = [
+        {"chosen": ask.format(a, b, a + b), "rejected": ask.format(a, b, "not known")}
+        for a, b in pairs
+    ]
+    train, test = ["train"], ["train", "test"]
+    write_rows(place / "HuggingFaceH4/no_robots", robots, configs={"main": train})
+    write_rows(place / "openai/gsm8k", school, configs={"main": train})
+    write_rows(place / "Anthropic/hh-rlhf", preferred, configs={"main": test})
+    write_rows(place / "zwhe99/DeepMath-103K", school, configs={"main": train})
+
+
+def write_rows(
+    directory: Path, rows: list[dict[str, object]], *, configs: dict[str, list[str]]
+) -> None:
+    """Writes a data set; its configs have the named splits, of the same rows but fewer in test."""
+    directory.mkdir(parents=True)
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (directory / "test.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
+    lines = ["---", "configs:"]
+    for number, (name, splits) in enumerate(configs.items()):
+        lines += [
+            f"- config_name: {name}",
+            f"  default: {str(not number).lower()}",
+            "  data_files:",
+        ]
+        for split in splits:
+            lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
+    (directory / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+def trained(place: Path) -> dict[str, str]:
+    """Returns the last checkpoint of sl_loop."""
+    return json.loads((place / "sl_loop/checkpoints.jsonl").read_text().splitlines()[-1])
+
+
+def show(place: Path, name: str) -> None:
+    """Prints a recipe's numbers of each step."""
+    for line in (place / name / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found = {key: round(row[key], 4) for key in SHOWN[name] if key in row}
+        if found:
+            print(json.dumps({"recipe": name, "step": row.get("step")} | found), flush=True)
 
 
 def main() -> None:
     """Starts the server, runs the recipes and prints their metrics."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="interpreter with tinker-cookbook")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     arguments = parser.parse_args()
     python = os.path.abspath(arguments.python)
@@ -95,10 +154,14 @@ def main() -> None:
             lines = [server.stdout.readline().removeprefix("export ").strip() for _ in range(2)]
             client = os.environ | dict(line.split("=", 1) for line in lines)
             for name in arguments.recipes:
-                run = [python, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={MODEL}"]
-                run += [*RECIPES[name], f"max_steps={arguments.steps}", f"log_path={name}"]
+                steps = arguments.steps * (4 if name == "sl_loop" else 1)
+                module = ["-m", f"tinker_cookbook.recipes.{name}"]
+                run = [python, *module, f"model_name={MODEL}", *RECIPES[name]]
+                run += [f"max_steps={steps}", f"log_path={name}"]
+                if name.startswith("distillation"):
+                    run.append(f"teacher_checkpoint={trained(place)['sampler_path']}")
                 subprocess.run(run, cwd=place, env=client, check=True)
-                print((place / name / "metrics.jsonl").read_text(), flush=True)
+                show(place, name)
         finally:
             server.terminate()
             server.wait()
