@@ -93,7 +93,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
         ) as collect,
         _open_profile(run, done=progress.step) as profile,
         first_step(
-            (state, run.learning.shape),
+            (state, run.learning.shape, config.loss, config.precision.text),
             tracker=run.tracker,
             done=progress.step == config.train.steps,
         ) as first_step_done,

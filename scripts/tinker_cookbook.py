@@ -93,30 +93,20 @@ def write_data(place: Path) -> None:
         {"chosen": ask.format(a, b, a + b), "rejected": ask.format(a, b, "not known")}
         for a, b in pairs
     ]
-    train, test = ["train"], ["train", "test"]
-    write_rows(place / "HuggingFaceH4/no_robots", robots, configs={"main": train})
-    write_rows(place / "openai/gsm8k", school, configs={"main": train})
-    write_rows(place / "Anthropic/hh-rlhf", preferred, configs={"main": test})
-    write_rows(place / "zwhe99/DeepMath-103K", school, configs={"main": train})
+    write_rows(place / "HuggingFaceH4/no_robots", robots)
+    write_rows(place / "openai/gsm8k", school)
+    write_rows(place / "Anthropic/hh-rlhf", preferred)
+    write_rows(place / "zwhe99/DeepMath-103K", school)
 
 
-def write_rows(
-    directory: Path, rows: list[dict[str, object]], *, configs: dict[str, list[str]]
-) -> None:
-    """Writes a data set; its configs have the named splits, of the same rows but fewer in test."""
+def write_rows(directory: Path, rows: list[dict[str, object]]) -> None:
+    """Writes a data set with the splits train and test, which has the first rows alone."""
     directory.mkdir(parents=True)
-    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (directory / "test.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
-    lines = ["---", "configs:"]
-    for number, (name, splits) in enumerate(configs.items()):
-        lines += [
-            f"- config_name: {name}",
-            f"  default: {str(not number).lower()}",
-            "  data_files:",
-        ]
-        for split in splits:
-            lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
-    (directory / "README.md").write_text("\n".join([*lines, "---", ""]))
+    about = "---\nconfigs:\n- config_name: main\n  default: true\n  data_files:\n"
+    for split, own in (("train", rows), ("test", rows[:4])):
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, own)))
+        about += f"  - split: {split}\n    path: {split}.jsonl\n"
+    (directory / "README.md").write_text(about + "---\n")
 
 
 def trained(place: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The keys of `jaxrl tinker`."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -46,3 +47,11 @@ class TinkerConfig(BaseConfig):
     remat: Remat = "matmuls"
     attention: Attention = "auto"
     mesh: MeshConfig = MeshConfig()
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.precision.blocks != "none" and self.sampler != "embedded":
+            yield (
+                f"precision = {self.precision.text!r} and sampler = {self.sampler!r}: "
+                f"blocks={self.precision.blocks} applies to sampler = 'embedded' only; leave one "
+                "of the two out"
+            )

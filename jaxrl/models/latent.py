@@ -125,6 +125,9 @@ def _of_heads(layer: Layer, name: str, *, context: LayerContext) -> jax.Array:
 def _batched(x: jax.Array, matrix: jax.Array, *, context: LayerContext) -> jax.Array:
     """Multiplies by a matrix for each head: [B, T, H, in] and [H, out, in] -> [B, T, H, out]."""
     batch, length, heads, _ = x.shape
+    if context.precision.sums == "fixed":
+        # XLA on CPU would read it transposed, and then add in another order for few rows.
+        matrix = jax.lax.optimization_barrier(matrix)
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, -1)
     y = batched_matmul(rows, matrix, form="nt", precision=context.precision)
     y = y.astype(context.precision.activations)

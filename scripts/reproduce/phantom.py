@@ -34,6 +34,9 @@ FAILURE = "f32 learner, bf16 sampler, clipped"
 CONTROL = "sampler in f32, clipped"
 SHADOWED = "shadowed ratio, clipped"
 CENTRED = "score centering, r = 1"
+GATED = "gated steps, clip off"
+EXACT_BLOCKS = "bf16_master,blocks=e4m3,sums=fixed, clipped"
+BLOCKS = "bf16_master,blocks=e4m3, clipped"
 ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
     FAILURE: {},
     CONTROL: {"precision": "fp32"},
@@ -50,19 +53,28 @@ ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
         "probe.clip_range": "0.6,1.5",
     },
     SHADOWED: {"loss.ratio": "shadowed"},
+    GATED: {
+        "loss.clip_low": "1.0",
+        "loss.clip_high": "1e6",
+        "probe.clip_range": "0.999999,1e6",
+        "train.gate": "true",
+    },
     "bf16_master, clipped": {"precision": "bf16_master"},
     "fp16_master, clipped": {"precision": "fp16_master"},
     CENTRED: {
         "loss.name": str(Path(__file__).with_name("centred.py")) + ":centred",
         "loss.ratio": "on_policy",
     },
+    EXACT_BLOCKS: {"precision": "bf16_master,blocks=e4m3,sums=fixed"},
+    BLOCKS: {"precision": "bf16_master,blocks=e4m3"},
 }
+EIGHT_BITS = (CENTRED, GATED, EXACT_BLOCKS, BLOCKS)  # rows for the coarser sampler alone
 # A coarser sampler: weights rounded to 8 bits, as in engines with quantised weights.
 COARSE = {"precision": "phantom,wire=f8_e4m3"}
 SAMPLERS = {
-    "vllm": [row for row in ROWS if row != CENTRED],
-    "embedded": [row for row in ROWS if row != CENTRED],
-    "fp8": [row for row, changes in ROWS.items() if "precision" not in changes],
+    "vllm": [row for row in ROWS if row not in EIGHT_BITS],
+    "embedded": [row for row in ROWS if row not in EIGHT_BITS],
+    "fp8": [row for row in ROWS if row in EIGHT_BITS or "precision" not in ROWS[row]],
 }
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}
 NEAR = 0.1  # of the first rollout's length counts as within 10 % of the optimum

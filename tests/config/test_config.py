@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.config.tinker import TinkerConfig
 from jaxrl.config.toml_file import ConfigError, dumps, flatten, keys, load, validate
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
@@ -339,3 +340,10 @@ def test_mesh_rules_can_be_changed():
 def test_rules_must_fit_the_mesh(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_keys(**changes)
+
+
+def test_the_service_refuses_blocks_of_8_bits_on_servers():
+    blocks = {"precision": "bf16_master,blocks=e4m3"}
+    validate(TinkerConfig, blocks)
+    with pytest.raises(ConfigError, match="sampler = 'vllm': blocks=e4m3 applies to sampler"):
+        validate(TinkerConfig, blocks | {"sampler": "vllm"})
