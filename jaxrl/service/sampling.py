@@ -102,6 +102,7 @@ class Embedded:
         if layout is not None:
             model, settings["layout"] = model._replace(local=layout.local), layout
         self.sampler = EmbeddedSampler(model, base.params, **settings)
+        self._fixed = base.precision.sums == "fixed"
 
     def load(self, weights: Any) -> None:
         """See `Backend.load`."""
@@ -110,8 +111,18 @@ class Embedded:
     def draw(
         self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Backend.draw`."""
-        return self.sampler.sample_own(turns, list(adapters.values()))
+        """See `Backend.draw`. With fixed sums, turns of other weights have a batch of their own: XLA
+        may add in another order in a program that has other adapters, too."""
+        several = list(adapters.values())
+        if not self._fixed:
+            yield from self.sampler.sample_own(turns, several)
+            return
+        for own in dict.fromkeys(one.adapters for one in turns):
+            places = [place for place, one in enumerate(turns) if one.adapters == own]
+            alone = [turns[i]._replace(adapters=None if own is None else 0) for i in places]
+            mine = [] if own is None else [several[own]]
+            for number, completion in self.sampler.sample_own(alone, mine):
+                yield places[number], completion
 
 
 class Samplers:

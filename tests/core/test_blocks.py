@@ -13,8 +13,9 @@ from jaxrl.core.compiled import jit
 from jaxrl.core.precision import disagreement, parse, sampler_precision
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
-from jaxrl.models.layers import project
+from jaxrl.models.layers import LayerContext, project
 from jaxrl.models.model import decoder
+from tests import tiny
 from tests.sampling.test_exact import FAMILIES, SETTINGS
 
 PRECISION = parse("bf16_master,blocks=e4m3")
@@ -80,12 +81,16 @@ def test_infinity_and_nan_stay(odd):
     np.testing.assert_array_equal(jit(round_rows)(x)[2:], reference(x[2:], 128))
 
 
+def projected(x, layer, precision):
+    return project(x, layer, "q", context=LayerContext(tiny.CONFIG, precision))
+
+
 def test_gradient_is_that_of_the_product_of_rounded_operands():
     """By hand: dx = dy W', dW = dy^T x', where x' and W' are the rounded operands."""
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(2, 5, n)).astype(np.float32) for n in (300, 140))
     layer = {"q": some((140, 300), seed=2)}
-    y, pull = jax.vjp(lambda x, layer: project(x, layer, "q", precision=F32), x, layer)
+    y, pull = jax.vjp(lambda x, layer: projected(x, layer, F32), x, layer)
     dx, dlayer = pull(jnp.asarray(dy))
     rows = reference(x.reshape(10, 300), 128)
     weight = reference(layer["q"], 128, 128)
@@ -101,10 +106,10 @@ def test_a_publish_rounds_what_the_learner_rounds():
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(2, 5, 300)), jnp.bfloat16)
     master = {"q": jnp.asarray(rng.normal(size=(140, 300)), jnp.float32)}
-    learner = project(x, cast(master, PRECISION.compute), "q", precision=PRECISION)
+    learner = projected(x, cast(master, PRECISION.compute), PRECISION)
     served = jit(as_served, static_argnums=1)(master, PRECISION)
     assert not np.array_equal(served["q"], cast(master, PRECISION.sampler)["q"])
-    sampler = project(x, served, "q", precision=sampler_precision(PRECISION))
+    sampler = projected(x, served, sampler_precision(PRECISION))
     np.testing.assert_array_equal(learner, sampler)
 
 
