@@ -111,8 +111,8 @@ class Embedded:
     def draw(
         self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Backend.draw`. With fixed sums, turns of other weights have a batch of their own: XLA
-        may add in another order in a program that has other adapters, too."""
+        """See `Backend.draw`. With fixed sums, turns of each weights have a batch of their own:
+        beside other adapters, XLA may add in another order."""
         several = list(adapters.values())
         if not self._fixed:
             yield from self.sampler.sample_own(turns, several)
