@@ -81,11 +81,8 @@ def _rounded(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
 def divide(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """Divides the last axes of an array into blocks: [..., N] -> [..., ceil(N / 128), 128]. The
     last block is filled with zeros; an axis shorter than a block is one block as it is."""
-    first, more, shape = (
-        x.ndim - len(block),
-        [(0, 0)] * x.ndim,
-        list(x.shape[: x.ndim - len(block)]),
-    )
+    first = x.ndim - len(block)
+    more, shape = [(0, 0)] * x.ndim, list(x.shape[:first])
     for axis, size in enumerate(block, first):
         size = min(size, max(1, x.shape[axis]))
         more[axis] = (0, -x.shape[axis] % size)
