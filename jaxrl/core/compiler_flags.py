@@ -2,12 +2,17 @@
 
 They are options of each program that `compiled.jit` compiles, so that nothing has to be set before
 JAX starts. A flag that LIBTPU_INIT_ARGS or XLA_FLAGS names is left to them, and
-JAXRL_COMPILER_FLAGS=0 leaves all of them out. Every name is known to the compilers that
-requirements-tpu.txt and requirements-gpu.txt pin; docs/results/chips.md says what each changes.
+JAXRL_COMPILER_FLAGS=0 leaves all of them out. One that this version of the compiler does not know
+is left out, too. docs/results/chips.md says what each changes.
 """
 
+import functools
 import os
+import re
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 SWITCH = "JAXRL_COMPILER_FLAGS"
 
@@ -45,7 +50,28 @@ def compiler_flags(device: Any) -> dict[str, bool | int]:
         flags = dict(_GPU)
     given = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}"
     named = {one.lstrip("-").partition("=")[0] for one in given.split()}
-    return {name: value for name, value in flags.items() if name not in named}
+    wanted = {name: value for name, value in flags.items() if name not in named}
+    return dict(_known(device, tuple(wanted.items()))) if wanted else {}
+
+
+@functools.cache
+def _known(device: Any, flags: tuple[tuple[str, bool | int], ...]) -> dict[str, bool | int]:
+    """Returns the flags that the compiler for a device knows, by compiling a small program."""
+    here = device.process_index == jax.process_index()
+    own = jax.sharding.SingleDeviceSharding(device if here else jax.local_devices()[0])
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=own)
+    kept = dict(flags)
+    while kept:
+        try:
+            jax.jit(lambda x: x + 1, compiler_options=kept).lower(number).compile()
+        except jax.errors.JaxRuntimeError as error:
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in kept:
+                raise
+            del kept[unknown[1]]
+        else:
+            break
+    return kept
 
 
 def flags_note(device: Any) -> str | None:

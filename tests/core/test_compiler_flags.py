@@ -3,8 +3,10 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+from jaxrl.core import compiler_flags as own
 from jaxrl.core.compiler_flags import compiler_flags, flags_note
 
 V6E = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
@@ -15,6 +17,14 @@ MEMORY, PIPELINED = "xla_tpu_scoped_vmem_limit_kib", "xla_tpu_enable_ag_backward
 def nothing_set(monkeypatch):
     for name in ("JAXRL_COMPILER_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(own, "_known", lambda device, flags: dict(flags))
+
+
+def test_flags_that_this_compiler_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.undo()
+    flags = {"xla_gpu_no_such": True, "xla_gpu_dot_merger_threshold_mb": 0, "xla_no_such": 1}
+    kept = own._known(jax.devices()[0], tuple(flags.items()))
+    assert kept == {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def test_flags_depend_on_the_device():
