@@ -65,3 +65,4 @@ from .precision import (
     sampler_precision as sampler_precision,
     short_name as short_name,
 )
+from .runs import Runs as Runs

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxrl.core.runs import Runs
+
 End = Literal["done", "max_tokens", "max_turns", "error", "timeout", "invalid"]
 """The reason an episode ended: the environment finished it, it reached the limit of tokens or of
 turns, or the environment raised, timed out or returned an invalid step."""
@@ -123,6 +125,8 @@ class TokenBatch:
     # u8[B, T, 32], the tokens that truncated sampling kept, see `core.kept`. Log-probs of tokens
     # that the policy chose are normalised over them.
     kept: jax.Array | None = None
+    # Static. None: up to `runs.most_sequences` and padding in a row, each as long as it.
+    runs: Runs | None = struct.field(pytree_node=False, default=None)
 
 
 def segment_sum(values: jax.Array, segments: jax.Array) -> jax.Array:

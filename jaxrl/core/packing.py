@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.kept import RECORD
 from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until, shared_prefix
+from jaxrl.core.runs import bound_runs, most_sequences, reserves_by_run
 from jaxrl.sharding.transfer import place
 
 
@@ -36,11 +37,6 @@ class Alignment(NamedTuple):
 ANYWHERE = Alignment(start=1, block=2**62)
 SHARED = ANYWHERE._replace(shared=True)
 """A layout in which the completions of a group share one copy of their prompt."""
-
-
-def most_sequences(row_length: int) -> int:
-    """Bounds the sequences of a row, so that kernels of attention can reserve memory for each."""
-    return 16 + row_length // 256
 
 
 def most_rows(sequences: int, *, longest: int, row_length: int) -> int:
@@ -96,6 +92,9 @@ def pack_minibatch(
         row_length=shape.row_length,
         align=shape.align,
     )
+    devices = jax.devices() if shape.sharding is None else shape.sharding.device_set
+    if reserves_by_run(next(iter(devices))) and not shape.align.shared:
+        batch = dataclasses.replace(batch, runs=bound_runs(np.asarray(batch.segments)))
     return Minibatch(
         batch=place(batch, shape.sharding),
         microbatches=jnp.int32(rows.microbatches),

@@ -233,7 +233,7 @@ def _hidden(
     if model.hidden_routed is None:
         return model.hidden_of(weights, batch, precision=precision), None
     inputs: Any = (weights, batch.tokens, batch.positions, batch.segments)
-    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until}
+    kwargs: Any = {"precision": precision, "seen_until": batch.seen_until, "runs": batch.runs}
     return model.hidden_routed(*inputs, **kwargs, recorded=batch.experts)[:2]
 
 

@@ -65,7 +65,8 @@ def from_nnx(
         nnx.replace_by_pure_dict(filled, params)
         return nnx.merge(graph, filled, rest)
 
-    def run(params, tokens, positions, segments, *, precision, seen_until=None):
+    def run(params, tokens, positions, segments, *, precision, seen_until=None, runs=None):
+        del runs  # the mask says more
         if seen_until is not None:
             raise ValueError(
                 "rows in which completions share their prompt need jaxrl's own decoder; pack the "

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxrl.core import packing
 from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
 from jaxrl.core.packing import MinibatchShape, assign_rows, pack, pack_minibatch, plan_rows, unpack
+from jaxrl.core.runs import Runs
 
 ROW = 12
 quick = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -163,3 +165,15 @@ def test_more_rows_than_room_is_an_error():
     shape = MinibatchShape(row_length=ROW, rows_per_microbatch=2, max_rows=2, packed=False)
     with pytest.raises(ValueError, match="3 rows fill 2 microbatches of 2 rows"):
         plan_rows([rollout(1, 1)] * 3, shape)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_minibatches_bound_their_runs_where_kernels_need_it(shared, monkeypatch):
+    align = packing.SHARED if shared else packing.ANYWHERE
+    shape = MinibatchShape(row_length=1024, rows_per_microbatch=1, align=align)
+    samples = [rollout(4, n) for n in (150, 100, 200, 3, 3, 3)]
+    assert pack_minibatch(samples, [0.0] * 6, shape=shape).batch.runs is None
+    monkeypatch.setattr(packing, "reserves_by_run", lambda device: True)
+    runs = pack_minibatch(samples, [0.0] * 6, shape=shape).batch.runs
+    # Six sequences in a row, and padding, which lies in three pieces of 256 tokens.
+    assert runs == (None if shared else Runs(16, 256))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.packing import ANYWHERE, Alignment
 from jaxrl.core.precision import Precision
+from jaxrl.core.runs import Runs
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.tree import KEPT, flat, pad, sink_gradient, tree_attention
 from jaxrl.models.attention.visible import Tree, in_segments
@@ -74,6 +75,7 @@ def attention(
     scoring: Scoring,
     precision: Precision,
     part: Part | None = None,
+    runs: Runs | None = None,
 ) -> jax.Array:
     """Computes grouped-query attention over whole sequences (arXiv:1706.03762, 2305.13245).
 
@@ -92,6 +94,7 @@ def attention(
       scoring: the window, scale, cap and sinks of the scores.
       precision: the dtype policy; scores and softmax are in `accumulate`.
       part: the part of their rows that the queries are; None for whole rows.
+      runs: bounds of the rows' runs, for kernels that need them; this one does not.
 
     Returns:
       [B, T, H, vd] in `precision.activations`.

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.core.packing import most_sequences
 from jaxrl.core.precision import Precision
+from jaxrl.core.runs import Runs, most_sequences, run_begins
 from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.visible import Tree, in_segments, in_tree
@@ -24,36 +24,62 @@ _SHARED = jax.__version_info__ >= (0, 11)
 
 def head_dim_limit(capability: str) -> int:
     """Returns the largest head size on a GPU of this compute capability, such as "9.0"."""
-    return 256 if is_hopper(capability) else 128
+    return 256 if int(capability.split(".")[0]) >= 9 else 128
 
 
-def is_hopper(capability: str) -> bool:
-    """Returns True for the compute capability of Hopper or a later generation."""
-    return int(capability.split(".")[0]) >= 9
-
-
-def find_sequences(segments: jax.Array, *, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the runs of equal numbers in segments i32[B, T] for cuDNN, including padding.
+def find_runs(segments: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Finds the runs of equal numbers in segments i32[B, T] for cuDNN, see `core.Runs`.
 
     Returns:
-      Their lengths i32[B, most] in tokens, the indices of their first tokens i32[B, most + 1], both
-      -1 after the last run of a row, and the number of runs i32[B].
+      Their lengths i32[B, most] in tokens, the indices of their first tokens i32[B, most], both -1
+      after the last run of a row; and bool[B], False for a row whose runs exceed the bounds.
     """
-    # No segment is numbered -1, so that a row's first token always begins a run.
-    before = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    number = jnp.cumsum(segments != before, axis=1) - 1
+    before = jnp.roll(segments, 1, axis=1)
+    number = jnp.cumsum(run_begins(segments, longest=runs.longest, before=before), axis=1) - 1
     tokens = jnp.arange(segments.shape[1], dtype=jnp.int32)
 
     def of_row(number):
-        # Runs past `most` fall outside of the arrays, where JAX drops them; `packed` notices by
-        # their number.
-        starts = jnp.full(most + 1, segments.shape[1], jnp.int32).at[number].min(tokens)
-        return jnp.zeros(most, jnp.int32).at[number].add(1), starts
+        # Runs past `most` fall outside of the arrays, where JAX drops them.
+        starts = jnp.full(runs.most, segments.shape[1], jnp.int32).at[number].min(tokens)
+        return jnp.zeros(runs.most, jnp.int32).at[number].add(1), starts
 
     lengths, starts = jax.vmap(of_row)(number)
-    empty = lengths == 0
-    starts = jnp.where(jnp.pad(empty, ((0, 0), (0, 1)), constant_values=True), -1, starts)
-    return jnp.where(empty, -1, lengths), starts, number[:, -1] + 1
+    fits = (number[:, -1] < runs.most) & (jnp.max(lengths, axis=1) <= runs.longest)
+    return jnp.where(lengths > 0, lengths, -1), jnp.where(lengths > 0, starts, -1), fits
+
+
+def _places(starts: jax.Array, *, length: int, runs: Runs, token: int) -> jax.Array:
+    """Writes the places of runs for jax as if rows had `runs.longest` tokens, not `length`: cuDNN
+    reserves a row's length for each run.
+
+    The runs of a row are listed in these shorter rows, in any of them. jax adds the tokens before
+    the shorter row to each place, which must not be negative, and multiplies the sum by the size of
+    a `token`. A place before its row is therefore given a power of two more, which multiplied is 0
+    in 32 bits.
+
+    Args:
+      starts: i32[B, most] in rows of `length` tokens, -1 for none.
+      length: tokens of a row.
+      runs: the bounds of the runs.
+      token: size of a token's keys, heads times head_dim; that of its queries is a multiple.
+
+    Returns:
+      i32[B * length / longest, n], -1 for none.
+    """
+    parts = length // runs.longest
+    row = jnp.arange(len(starts), dtype=jnp.int32)[:, None]
+    first = runs.longest * jnp.arange(len(starts) * parts, dtype=jnp.int32)[:, None]
+    placed = _in_rows(jnp.where(starts < 0, -1, starts + length * row), parts)
+    vanishes = 2 ** (32 - (token & -token).bit_length() + 1)
+    own = placed - first + jnp.where(placed < first, vanishes, 0)
+    return jnp.where(placed < 0, -1, own)
+
+
+def _in_rows(x: jax.Array, parts: int) -> jax.Array:
+    """Divides each row's numbers over so many rows, filled up with -1: [B, n] -> [B * parts, m]."""
+    columns = max(2, -(-x.shape[1] // parts))  # jax takes a row with one run for unpacked
+    padded = jnp.pad(x, ((0, 0), (0, columns * parts - x.shape[1])), constant_values=-1)
+    return padded.reshape(-1, columns)
 
 
 def packed(
@@ -64,26 +90,30 @@ def packed(
     *,
     scoring: Scoring,
     precision: Precision,
+    runs: Runs | None = None,
 ) -> jax.Array:
     """Computes `blocks.attention` over whole rows by the packed form, for scores without cap.
 
-    A row with more than `most_sequences` gives NaN. Before jax 0.11, keys and values are repeated
-    for the query heads that share them (`_SHARED`).
+    A row beyond the bounds of `runs` gives NaN; None are those of `TokenBatch.runs`. Before jax
+    0.11, keys and values are repeated for the query heads that share them (`_SHARED`).
     """
     # jax.nn.dot_product_attention has no arguments for packed sequences.
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     groups = 1 if _SHARED else q.shape[2] // k.shape[2]
     q, k, v = (x.astype(precision.compute) for x in (q, k, v))
-    most = most_sequences(q.shape[1]) + 1  # padding is one, too
-    lengths, starts, count = find_sequences(segments, most=most)
+    length = q.shape[1]
+    runs = Runs(most_sequences(length) + 1, length) if runs is None else runs
+    lengths, starts, fits = find_runs(segments, runs)
     # A compiled program cannot raise an error. NaN cannot be mistaken for a result. The pass that
     # makes the queries writes it; the result would be read and written once more.
-    q = jnp.where((count <= most)[:, None, None, None], q, jnp.nan)
+    q = jnp.where(fits[:, None, None, None], q, jnp.nan)
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    starts = _places(starts, length=length, runs=runs, token=k.shape[2] * k.shape[3])
+    starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+    lengths = _in_rows(lengths, length // runs.longest)
     out = fused.dot_product_attention(
-        q,
-        jnp.repeat(k, groups, axis=2),
-        jnp.repeat(v, groups, axis=2),
+        *(x.reshape(-1, runs.longest, *x.shape[2:]) for x in (q, k, v)),
         q_seqlen=lengths,
         kv_seqlen=lengths,
         q_offsets=starts,
@@ -93,7 +123,7 @@ def packed(
         sliding_window_length=scoring.window,
     )
     assert isinstance(out, jax.Array)  # without return_residual
-    return out.astype(precision.activations)
+    return out.reshape(q.shape).astype(precision.activations)
 
 
 def masked(

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision
+from jaxrl.core.runs import bound_runs, reserves_by_run
 from jaxrl.models.attention import cudnn, splash
 from jaxrl.models.attention.blocks import Attend, Part, attention
 from jaxrl.models.attention.scores import Scoring
@@ -104,14 +105,14 @@ def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Atten
     """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
     result raises as `choose_kernel` and `by_kernel`."""
 
-    def chosen(q, k, v, segments, *, scoring, precision):
+    def chosen(q, k, v, segments, *, scoring, precision, runs=None):
         kernel = choose_kernel(
             wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
         )
         if isinstance(segments, Tree) and unshared_reason(kernel) is not None:
             kernel = "xla"  # packing followed the kernel of the learner's dtypes, not of these
         on_mesh = by_kernel(kernel, layout=layout)
-        return on_mesh(q, k, v, segments, scoring=scoring, precision=precision)
+        return on_mesh(q, k, v, segments, scoring=scoring, precision=precision, runs=runs)
 
     return chosen
 
@@ -188,7 +189,8 @@ def _example(
 
     def run(q, k, v):
         scoring = Scoring(window, config.score_scale, config.score_cap, sinks)
-        out = attend(q, k, v, rows, scoring=scoring, precision=precision)
+        runs = None if isinstance(rows, Tree) else bound_runs(np.asarray(rows))
+        out = attend(q, k, v, rows, scoring=scoring, precision=precision, runs=runs)
         # Kernels may write anything at padding.
         real = (_rows()[0] > 0)[:, :, None, None]
         return jnp.where(real, out, 0).astype(jnp.float32)
@@ -216,7 +218,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
     over = layout.axes("length")
     by_heads = layout.whole_rows("q_heads", "kv_heads")
 
-    def on_mesh(q, k, v, segments, *, scoring, precision):
+    def on_mesh(q, k, v, segments, *, scoring, precision, runs=None):
         shared = isinstance(segments, Tree)
         if shared and (reason := unshared_reason(kernel)) is not None:
             raise ValueError(f"rows share prefixes, but {reason}; pack them without")
@@ -224,7 +226,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             move = functools.partial(_exchange, layout, by_heads)
             q, k, v = move(q, "q_heads"), move(k, "kv_heads"), move(v, "kv_heads")
             own = by_kernel(kernel, layout=by_heads, interpret=interpret)
-            out = own(q, k, v, segments, scoring=scoring, precision=precision)
+            out = own(q, k, v, segments, scoring=scoring, precision=precision, runs=runs)
             return _exchange(by_heads, layout, out, "q_heads")
         whole = kernel == "xla" and not over
         if whole and (not shared or k.shape[2] % layout.count("kv_heads")):
@@ -232,7 +234,8 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             return attention(q, k, v, segments, scoring=scoring, precision=precision)
         local = functools.partial(_LOCAL[kernel], precision=precision)
         if kernel == "cudnn":
-            local = functools.partial(local, packed=_is_packed(layout.mesh.devices.flat[0]))
+            packed = reserves_by_run(layout.mesh.devices.flat[0])
+            local = functools.partial(local, packed=packed, runs=runs)
         constant = None
         if kernel == "splash":
             constant = splash.build(q, layout, scoring=scoring, interpret=interpret)
@@ -323,16 +326,12 @@ def _splash(q, k, v, given: _Given, *, precision):
     return splash.attend(kernel, q, k, v, segments, **settings)
 
 
-def _is_packed(device: Any) -> bool:
-    return cudnn.is_hopper(device.compute_capability)
-
-
-def _cudnn(q, k, v, given: _Given, *, precision, packed):
+def _cudnn(q, k, v, given: _Given, *, precision, packed, runs):
     segments, scoring, part, _ = given
     settings: Any = {"scoring": scoring, "precision": precision}
     # The packed form takes whole sequences: it knows neither parts of rows nor shared tokens.
     if packed and part is None and not isinstance(segments, Tree):
-        return cudnn.packed(q, k, v, segments, **settings)
+        return cudnn.packed(q, k, v, segments, runs=runs, **settings)
     return cudnn.masked(q, k, v, segments, part=part, **settings)
 
 
