@@ -32,7 +32,6 @@ def main() -> None:
     from jaxrl.commands.plan.roofline import forward_flops
     from jaxrl.commands.plan.step import make_step
     from jaxrl.core import jit
-    from jaxrl.models import position_chunks
     from jaxrl.sharding import collectives
 
     step = make_step(config, topology)
@@ -49,10 +48,7 @@ def main() -> None:
     if kept.hlo:
         kept.hlo.write_text(text, encoding="utf-8")
     rows = step.minibatch.batch.tokens.shape[0]
-    loops = (
-        rows // config.microbatch_rows,
-        position_chunks(config.row_length // config.mesh.row_shards),
-    )
+    loops = (rows // config.microbatch_rows, step.position_chunks)
     of_heads = (
         sizes.num_heads // layout.count("q_heads"),
         sizes.num_kv_heads // layout.count("kv_heads"),

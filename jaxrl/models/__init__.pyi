@@ -17,12 +17,11 @@ from .components import (
     Linear as Linear,
 )
 from .families import FAMILIES as FAMILIES, DecoderConfig as DecoderConfig
+from .head_chunks import Chunk as Chunk, position_chunks as position_chunks
 from .latent import check_form as check_form
 from .linear_attention import NOT_SHARED as NOT_SHARED
 from .logprobs import (
-    Chunk as Chunk,
     Head as Head,
-    position_chunks as position_chunks,
     token_logprobs as token_logprobs,
     token_logprobs_and_entropy as token_logprobs_and_entropy,
     whole_logits as whole_logits,

@@ -50,6 +50,7 @@ def scan_layers(
     config: DecoderConfig,
     *,
     inputs: Callable[[Group], tuple[Any, ...]] = lambda group: (),
+    unroll: bool = False,
 ) -> tuple[Any, Found]:
     """Computes all layers, from first to last, in one scan for each of `config.scans`.
 
@@ -59,6 +60,8 @@ def scan_layers(
       params: the decoder's.
       config: the decoder's.
       inputs: group -> further inputs of its layers, each stacked along the first dimension.
+      unroll: True to compile each layer for itself: it takes longer, but no layer's weights are
+        copied out of the stack, nor what it keeps into one.
 
     Returns:
       The last carry; and for each scan, the results that each group's layers kept, stacked.
@@ -74,7 +77,7 @@ def scan_layers(
             return carry, kept
 
         scanned = [(params[group.name], *inputs(group)) for group in groups]
-        carry, kept = lax.scan(body, carry, scanned)
+        carry, kept = lax.scan(body, carry, scanned, unroll=unroll)
         found.append(list(zip(groups, kept, strict=True)))
     return carry, found
 

@@ -20,25 +20,11 @@ from jax import lax
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
+from jaxrl.models.head_chunks import DEFAULT_CHUNK, Chunk, chunk_sizes, vocab_chunks
 from jaxrl.models.products import matmul, product, rounded_sum, summed_in, transposed_product
 from jaxrl.models.row_parts import Rows
 from jaxrl.models.slots import Allowed, chunk_of, make_slots, predicted, put, take
 
-
-class Chunk(NamedTuple):
-    """Size of a chunk of logits: B * positions * vocab entries.
-
-    Attributes:
-      positions: tokens per row; None is a quarter of the row, at least 64. Large chunks use an
-        accelerator better. Small chunks fit a cache and waste less at the end of a row.
-      vocab: largest number of vocabulary entries.
-    """
-
-    positions: int | None = None
-    vocab: int = 16384
-
-
-DEFAULT_CHUNK = Chunk()
 _GROUPED = ("batch", "chunk", "vocab", "embed")  # of the head's gradient, if rows have parts
 
 
@@ -89,7 +75,7 @@ def token_logprobs(
     Raises:
       ValueError: if the temperature or a chunk size is not positive.
     """
-    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk)
+    plan = _plan(tokens.shape, head, precision=precision, chunk=chunk)
     return _token_scores(hidden, head, tokens, mask, plan, kept)[0]
 
 
@@ -108,7 +94,7 @@ def token_logprobs_and_entropy(
     Takes the arguments of `token_logprobs` and raises its errors. The entropy, in nats, has the
     shape, dtype and mask of the log-probs and is differentiable, too.
     """
-    plan = _plan(tokens.shape[1], head, precision=precision, chunk=chunk, entropy=True)
+    plan = _plan(tokens.shape, head, precision=precision, chunk=chunk, entropy=True)
     return _token_scores(hidden, head, tokens, mask, plan, kept)
 
 
@@ -132,15 +118,6 @@ def whole_logits(hidden: jax.Array, head: Head, *, precision: Precision | str) -
     return tempered(z.astype(stats), jnp.asarray(head.temperature, stats))
 
 
-def position_chunks(length: int, *, chunk: Chunk = DEFAULT_CHUNK) -> int:
-    """Returns the number of chunks in a row of `length` tokens if all of them are scored."""
-    return -(-length // _positions(length, chunk))
-
-
-def _positions(length: int, chunk: Chunk) -> int:
-    return min(max(64, -(-length // 4)) if chunk.positions is None else chunk.positions, length)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Static settings of one call."""
@@ -151,6 +128,7 @@ class _Plan:
     vocab_chunks: int
     cap: float | None
     rows: Rows
+    tempered: bool
     entropy: bool
 
     @property
@@ -181,17 +159,32 @@ class _Plan:
 
 
 def _plan(
-    length: int, head: Head, *, precision: Precision | str, chunk: Chunk, entropy: bool = False
+    shape: tuple[int, ...],
+    head: Head,
+    *,
+    precision: Precision | str,
+    chunk: Chunk,
+    entropy: bool = False,
 ) -> _Plan:
-    precision = Precision.of(precision)
-    positions = _positions(length // head.rows.per_row, chunk)
-    vocab_size = len(head.weights)
-    if positions < 1 or chunk.vocab < 1:
+    precision, vocab_size = Precision.of(precision), len(head.weights)
+    positions, most = chunk_sizes(*shape, vocab_size=vocab_size, division=head.rows, chunk=chunk)
+    if positions < 1 or most < 1:
         raise ValueError(f"chunk={chunk} must have positive sizes")
-    chunks = _vocab_chunks(vocab_size, chunk.vocab)
+    chunks = vocab_chunks(vocab_size, most)
     if precision.sums == "fixed":  # as the sampler: one sum over the whole vocabulary
         positions, chunks = max(1, positions // chunks), 1
-    return _Plan(precision, positions, vocab_size, chunks, head.cap, head.rows, entropy)
+    # Nothing is fused with products of cuBLAS: a factor of 1 would be a pass over all logits.
+    plain = not isinstance(head.temperature, jax.Array) and head.temperature == 1
+    return _Plan(
+        precision=precision,
+        positions=positions,
+        vocab_size=vocab_size,
+        vocab_chunks=chunks,
+        cap=head.cap,
+        rows=head.rows,
+        tempered=not (plain and head.rows.platform == "gpu"),
+        entropy=entropy,
+    )
 
 
 def _token_scores(
@@ -217,13 +210,6 @@ def _token_scores(
     )
     found = _scores(plan, hidden, head.weights, slots, temperature)
     return jax.tree.map(rows.join, found) if rows.per_row > 1 else found
-
-
-def _vocab_chunks(vocab_size: int, most: int) -> int:
-    """Returns a number of chunks of at most `most` entries. Prefers a divisor of the vocabulary,
-    because otherwise the unembedding must be padded, hence copied."""
-    least = -(-vocab_size // most)
-    return next((n for n in range(least, 2 * least) if vocab_size % n == 0), least)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -378,7 +364,8 @@ def _logits(plan: _Plan, h, weights, j, temperature, allowed: Allowed | None) ->
     where a token is not allowed."""
     z = product(h, weights[j], contract=(1, 1), precision=plan.precision)
     z = rounded_logits(z, Head(weights, plan.cap), precision=plan.precision)
-    z = tempered(z.astype(plan.stats), temperature)
+    z = z.astype(plan.stats)
+    z = tempered(z, temperature) if plan.tempered else z
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks + j
     if allowed is not None:
         z = jnp.where(among(allowed.ids, columns) | allowed.whole[:, None], z, plan.lowest)

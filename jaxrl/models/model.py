@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.precision import Precision
+from jaxrl.core.runs import Runs
 from jaxrl.models.attention.blocks import KEPT, Attend, attention
 from jaxrl.models.attention.cudnn import keeping
 from jaxrl.models.attention.visible import Tree
@@ -51,13 +52,14 @@ class Hidden(Protocol):
         *,
         precision: Precision,
         seen_until: jax.Array | None = None,
+        runs: Runs | None = None,
     ) -> jax.Array:
         """Computes the residual stream after the final norm, [B, T, D] in `precision.activations`.
 
         `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T]. Rows
-        whose sequences share prefixes also need `seen_until`, see `visible.Tree`. The caller casts
-        `params` to `precision.compute` once per step; other dtypes are cast here. `params` may be
-        `lora.Adapted`.
+        whose sequences share prefixes also need `seen_until`, see `visible.Tree`; `runs` is that of
+        `TokenBatch`. The caller casts `params` to `precision.compute` once per step; other dtypes
+        are cast here. `params` may be `lora.Adapted`.
         """
         ...
 
@@ -101,6 +103,7 @@ class Model(NamedTuple):
             batch.segments,
             precision=Precision.of(precision),
             seen_until=batch.seen_until,
+            runs=batch.runs,
         )
 
     def head(self, params: Params) -> Head:
@@ -155,14 +158,14 @@ def decoder(
         raise ValueError(f"remat={remat!r}; expected one of {', '.join(_REMAT)}")
     own = _Decoder(config, param_specs(config), remat, layout, attend)
 
-    def hidden(params, tokens, positions, segments, *, precision, seen_until=None):
-        return own.run(params, tokens, (positions, segments, seen_until), precision)[0]
+    def hidden(params, tokens, positions, segments, *, precision, seen_until=None, runs=None):
+        return own.run(params, tokens, (positions, segments, seen_until, runs), precision)[0]
 
     def hidden_routed(
-        params, tokens, positions, segments, *, precision, seen_until=None, recorded=None
+        params, tokens, positions, segments, *, precision, seen_until=None, runs=None, recorded=None
     ):
         recorded = None if recorded is None else recorded.transpose(2, 0, 1, 3)
-        rows = (positions, segments, seen_until)
+        rows = (positions, segments, seen_until, runs)
         x, (costs, chosen) = own.run(
             params, tokens, rows, precision, routed=True, recorded=recorded
         )
@@ -190,7 +193,7 @@ class _Decoder(NamedTuple):
     def run(self, params, tokens, rows, precision, *, routed=False, recorded=None):
         """Computes `Hidden`, and what was observed of each layer's routing if `routed`."""
         config, layout = self.config, self.layout
-        positions, segments, seen_until = rows
+        positions, segments, seen_until, runs = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
         _check_undivided(layout, precision)
@@ -201,6 +204,9 @@ class _Decoder(NamedTuple):
             context = LayerContext(config, precision, layout.constrain, layout.local, by_heads)
         tables = context.rope_tables(positions)
         gathers = layout is not None and layout.mesh.size > 1
+        # A loop over layers has XLA for GPUs copy weights and results, a seventh of a step's time.
+        # On a mesh it bounds the weights that are gathered at once.
+        unroll = layout is not None and not gathers and Rows(layout).platform == "gpu"
 
         def layer_of(group, x, layer, replay):
             x, layer = _in_turn(x, layer, config)
@@ -213,7 +219,8 @@ class _Decoder(NamedTuple):
             def attention_of(q, k, v):
                 scoring = context.scoring(group, layer)
                 inside = precision.inside("softmax")
-                return self.attend(q, k, v, seen, scoring=scoring, precision=inside), None
+                out = self.attend(q, k, v, seen, scoring=scoring, precision=inside, runs=runs)
+                return out, None
 
             def recurrence_of(inputs, gates):
                 return recur_rows(inputs, gates, layer, segments, context=context)[0], None
@@ -226,7 +233,7 @@ class _Decoder(NamedTuple):
             layer_of = jax.checkpoint(
                 layer_of,
                 policy=_REMAT[self.remat],
-                prevent_cse=_periodic(config),
+                prevent_cse=unroll or _periodic(config),
                 static_argnums=(0,),
             )
 
@@ -236,7 +243,12 @@ class _Decoder(NamedTuple):
         x = context.enter(embed(table, tokens, precision=precision))
         x = context.constrain(x, ("batch", "length", "embed"))
         x, kept = scan_layers(
-            layer_of, x, params, config, inputs=lambda group: (_replayed(recorded, group, config),)
+            layer_of,
+            x,
+            params,
+            config,
+            inputs=lambda group: (_replayed(recorded, group, config),),
+            unroll=unroll,
         )
         x = context.norm(x, params["final_norm"])
         return context.constrain(x, ("batch", "length", "embed")), in_order(kept)

@@ -26,6 +26,12 @@ class Rows:
     layout: Layout | None = None  # None for one device
 
     @property
+    def platform(self) -> str:
+        """The kind of the devices, such as "gpu"."""
+        devices = jax.devices() if self.layout is None else self.layout.mesh.devices.flat
+        return next(iter(devices)).platform
+
+    @property
     def per_row(self) -> int:
         """Number of parts that a row is cut into."""
         return 1 if self.layout is None else self.layout.count("length")

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jaxrl.core.precision import PRESETS, parse
 from jaxrl.huggingface.config.convert import from_hf_config
 from jaxrl.models import spec
 from jaxrl.models.model import decoder
+from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS as RULES
@@ -47,6 +49,23 @@ def lowered(settings, precision, **options):
     model = decoder(settings, **options)
     params = spec.abstract(model.specs, dtype=precision.compute)
     return jax.jit(jax.grad(partial(total, model, precision=precision))).lower(params, *batch())
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_layers_apart_on_a_gpu_change_nothing(remat, monkeypatch):
+    settings = config(num_hidden_layers=3)
+    layout = Layout(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"])
+    model = decoder(settings, remat=remat, layout=layout)
+    params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+    loss = jax.value_and_grad(partial(total, model))
+    expected = jax.jit(loss)(params, *batch())
+    loops = jax.jit(loss).lower(params, *batch()).as_text()
+    monkeypatch.setattr(Rows, "platform", "gpu")
+    jax.clear_caches()
+    found = jax.jit(loss)(params, *batch())
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert "stablehlo.while" in loops
+    assert "stablehlo.while" not in jax.jit(loss).lower(params, *batch()).as_text()
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])

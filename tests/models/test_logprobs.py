@@ -10,7 +10,8 @@ from jax.test_util import check_grads
 
 from jaxrl.core.kept import Kept, encode, most_kept
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
-from jaxrl.models.logprobs import Chunk, Head, token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.head_chunks import Chunk, chunk_sizes
+from jaxrl.models.logprobs import Head, token_logprobs, token_logprobs_and_entropy
 from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
@@ -90,6 +91,29 @@ def test_equals_log_softmax_of_all_logits(x64, vocab, chunk, cap):
         cotangents,
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), ours, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_for_gpus_change_nothing(x64, temperature, monkeypatch):
+    hidden, unembedding, tokens, mask, cotangents = inputs()
+
+    def ours(h, w):
+        head = Head(w, None, temperature)
+        return token_logprobs_and_entropy(h, head, tokens, mask, precision=F64)
+
+    expected = value_and_grad(ours, hidden, unembedding, cotangents)
+    monkeypatch.setattr(Rows, "platform", "gpu")
+    found = value_and_grad(ours, hidden, unembedding, cotangents)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), found, expected)
+
+
+def test_chunks_of_gpus_have_the_whole_vocabulary(monkeypatch):
+    sizes = functools.partial(chunk_sizes, vocab_size=151_936, division=Rows(), chunk=Chunk())
+    assert sizes(1, 8192) == (2048, 16_384)
+    monkeypatch.setattr(Rows, "platform", "gpu")
+    assert sizes(6, 1280) == (320, 151_936)
+    positions, _ = sizes(2, 32_768)
+    assert 2**30 < 4 * 2 * positions * 151_936 < 1.6e9  # bytes of the logits in f32
 
 
 @pytest.mark.parametrize("chunk", [Chunk(), Chunk(positions=4, vocab=5)], ids=["whole", "chunks"])

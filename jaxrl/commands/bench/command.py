@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "model": arguments.model or f"{config.model_type}, {config.num_layers} layers",
         "parameters": models.parameter_count(bench.model.specs),
         "work": dataclasses.asdict(size),
@@ -100,6 +100,13 @@ def main(argv: Sequence[str]) -> int:
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{_table(found, parts)}\n{arguments.out}")
     return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # jaxrl in a checkout that is not installed
+        return None
 
 
 def _checked(work: Any) -> Any:

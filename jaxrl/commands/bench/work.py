@@ -54,7 +54,7 @@ def build(config: DecoderConfig, work: Work) -> Bench:
     """Makes the decoder and random weights on the first device."""
     layout = make_layout(MeshConfig())
     attend = attend_by(work.attention, layout=layout, config=config)
-    model = decoder(config, remat=work.remat, attend=attend)
+    model = decoder(config, remat=work.remat, layout=layout, attend=attend)
     params = init(model.specs, jax.random.key(0), dtype=np.dtype(np.float32))
 
     def kernel(precision: Precision) -> str:

@@ -14,7 +14,7 @@ from jaxrl.commands.plan.step import PlannedStep, make_step
 from jaxrl.commands.plan.topology import Topology
 from jaxrl.config.training import Config
 from jaxrl.core import jit
-from jaxrl.models import lora, position_chunks
+from jaxrl.models import lora
 from jaxrl.sharding import Traffic, Work, collectives, program_work
 
 
@@ -104,7 +104,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     # The numbers of microbatches and of chunks with scored tokens are known only at run time.
-    trips = (microbatches, position_chunks(config.row_length // config.mesh.row_shards))
+    trips = (microbatches, step.position_chunks)
     work = tuple(program_work(hlo, trips=trips))
     kind = topology.name.partition(":")[0]
     kernels = sum(kernel_seconds(one, kind=kind) for one in work) if kind in TPUS else 0.0

@@ -15,7 +15,7 @@ from jaxrl.config.training import Config
 from jaxrl.core import Minibatch
 from jaxrl.learner import Learner, LearnerState
 from jaxrl.losses import Recipe
-from jaxrl.models import Kernel, Model, lora
+from jaxrl.models import Kernel, Model, lora, position_chunks
 from jaxrl.sharding import Layout, placed
 
 
@@ -34,6 +34,17 @@ class PlannedStep(NamedTuple):
     state: LearnerState  # shapes with shardings
     state_shardings: Any
     minibatch: Minibatch  # the largest one, shapes with shardings
+
+    @property
+    def position_chunks(self) -> int:
+        """Number of chunks in which the head computes a microbatch if all its tokens are scored."""
+        config, sizes = self.config, self.model.config
+        return position_chunks(
+            config.microbatch_rows,
+            config.row_length,
+            vocab_size=sizes.vocab_size,
+            division=self.model.rows,
+        )
 
 
 def make_step(config: Config, topology: Topology) -> PlannedStep:
