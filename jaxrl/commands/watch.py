@@ -1,6 +1,7 @@
 """Shows the reward, KL, gradient norm, tokens/s, time left, alarms and fleet of a run
-as it trains. It reads the run's directory, on the same machine, a shared file system or in a
-bucket. Ctrl-C stops this command, not the run.
+as it trains, and ends with the run: with status 0 if that has finished, 3 if an alarm paused it,
+4 if one stopped it, or else 1. It reads the run's directory, on the same machine, a shared file
+system or in a bucket. Ctrl-C stops this command, not the run.
 
   jaxrl watch runs/latest
   jaxrl watch runs/latest --once"""
@@ -27,6 +28,7 @@ from jaxrl.fleet.events import FILE as FLEET_FILE, parse_event, summary as fleet
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
 from jaxrl.tracking.tracker import parse_entry
 from jaxrl.training import copies
+from jaxrl.training.ending import Ending, ending, is_training, last_action
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # steps in a line of blocks
@@ -51,23 +53,35 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(argv)
     find = functools.partial(copies.copy_of, given.run, kind="watch", want=_watched)
     console, run = Console(), find()
+    config_of(run)
     metrics = Tail(run / "metrics.jsonl")
     fleet = Tail(run / FLEET_FILE, parse=parse_event)
 
-    def shown() -> RenderableType:
-        run, parts = render(find(), metrics), fleet_summary(fleet.read())
-        return run if parts is None else Group(run, Text(parts, style="dim"))
+    def shown() -> tuple[RenderableType, Ending | None]:
+        training = is_training(given.run)  # before its files are read, so that they are the last
+        run, parts = find(), fleet_summary(fleet.read())
+        if parts is not None and not training:
+            training = None  # a fleet starts a learner that died again
+        seen, ended = render(run, metrics, training=training)
+        return seen if parts is None else Group(seen, Text(parts, style="dim")), ended
 
     if given.once:
-        console.print(shown())
+        console.print(shown()[0])
         return 0
     try:
-        with Live(shown(), console=console, auto_refresh=False) as live:
-            while True:
+        seen, ended = shown()
+        with Live(seen, console=console, auto_refresh=False) as live:
+            while ended is None:
                 time.sleep(given.every)
-                live.update(shown(), refresh=True)
+                seen, ended = shown()
+                live.update(seen, refresh=True)
     except KeyboardInterrupt:
         return 0
+    if not console.is_terminal:
+        console.print()  # the last frame ends without a line's end
+    model = f"; model: {given.run}/model" if (run / "model").exists() else ""
+    console.print(f"{ended.text}{model if ended.status == 0 else ''}", highlight=False)
+    return ended.status
 
 
 def _watched(paths: Iterable[str]) -> Iterable[str]:
@@ -115,18 +129,22 @@ class Tail:
             raise ValueError(f"{self._path}:{number}: not an entry: {error}") from None
 
 
-def render(run: Path, metrics: Tail) -> RenderableType:
-    """Renders the current state of a run from its directory and its metrics.jsonl.
+def render(
+    run: Path, metrics: Tail, *, training: bool | None
+) -> tuple[RenderableType, Ending | None]:
+    """Renders the current state of a run from its directory and its metrics.jsonl, and concludes
+    how it ended from `training`, as `ending` does.
 
     Raises:
       ValueError: if the directory is not a run's.
     """
-    path = config_of(run)
-    entries = metrics.read()
+    config = tomllib.loads(config_of(run).read_text(encoding="utf-8"))
+    entries, now = metrics.read(), time.time()
+    total = config["train"]["steps"]
+    ended = ending(entries, total=total, training=training, now=now)
     if not entries:
-        return "no step yet; the first one compiles"
-    total = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"]
-    return view(entries, collect.alarms(entries), total=total, now=time.time())
+        return "no step yet" if ended else "no step yet; the first one compiles", ended
+    return view(entries, collect.alarms(entries), total=total, now=now, ended=ended), ended
 
 
 def view(
@@ -135,14 +153,15 @@ def view(
     *,
     total: int,
     now: float,
+    ended: Ending | None = None,
 ) -> RenderableType:
-    """Renders a run of `total` steps from at least one entry of `tracking.read_metrics` and its
-    alarms from `report.collect.alarms`; `now` is in seconds since the epoch."""
+    """Renders a run of `total` steps from at least one entry of `tracking.read_metrics`, its alarms
+    from `report.collect.alarms` and its ending; `now` is in seconds since the epoch."""
     # Other entries belong to an evaluation or an alarm; every run has a "loss".
     steps = [e for e in entries if "reward" in e or "loss" in e]
     done = entries[-1]["step"]
     line = Table.grid(padding=(0, 2))
-    state = _state(entries, steps, total=total, now=now)
+    state = _state(entries, steps, total=total, now=now, ended=ended)
     line.add_row(ProgressBar(total=total, completed=done, width=_WIDTH), f"{done}/{total}", state)
     table = Table.grid(padding=(0, 2))
     for label, name, form in DISPLAYED:
@@ -174,14 +193,15 @@ def _state(
     *,
     total: int,
     now: float,
+    ended: Ending | None,
 ) -> str:
-    last = entries[-1]
-    # An alarm may be followed by an evaluation after the same step.
-    news = [e["event"] for e in entries if e["step"] == last["step"] and "event" in e]
-    if news and (action := news[-1]["action"]) in _ENDED:
+    last, action = entries[-1], last_action(entries)
+    if action in _ENDED:
         return _ENDED[action]
     if last["step"] >= total:
         return "done"
+    if ended is not None:
+        return "ended"
     times = [(e["step"], e["time"]) for e in steps[-RECENT_STEPS - 1 :] if "time" in e]
     left, silent = seconds_left(times, total=total), now - last.get("time", now)
     if left is None:

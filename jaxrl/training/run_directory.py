@@ -57,6 +57,7 @@ ORDER = (
     "train.remat",
 )
 _TOKEN = "seen_by_all_"  # prefix of a temporary file
+_GLANCE = 0.1  # seconds, more than a program holds the lock that looks if the run trains
 _PATIENCE = 5.0  # seconds: a network file system may show a new file late
 _PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -98,15 +99,20 @@ def _open_locked(directory: Path) -> int:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise ResumeError(f"run_dir = '{directory}' cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ResumeError(
-            f"another program trains in {directory}; wait until it ends, or choose another run_dir"
-        ) from error
-    except OSError:
-        pass  # a file system without locks
+    for last in (False, True):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if last:
+                os.close(descriptor)
+                raise ResumeError(
+                    f"another program trains in {directory}; wait until it ends, or choose another "
+                    "run_dir"
+                ) from error
+            time.sleep(_GLANCE)
+        except OSError:
+            break  # a file system without locks
     return descriptor
 
 
@@ -219,13 +225,14 @@ def open_run_tracker(
 def record_start(
     directory: Path, *, step: int, devices: Sequence[Any], origin: str | None = None
 ) -> None:
-    """Appends the time, devices and versions of a start after `step` steps to starts.jsonl, and the
-    checkpoint RUN@STEP that it forked, if any."""
+    """Appends the time, devices, host and versions of a start after `step` steps to starts.jsonl,
+    and the checkpoint RUN@STEP that it forked, if any."""
     path = directory / "starts.jsonl"
     entry = {
         "time": round(time.time(), 3),
         "step": step,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "host": platform.node(),
         "processors": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

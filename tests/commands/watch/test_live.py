@@ -1,11 +1,15 @@
 import json
 import time
 
+import jax
+import pytest
 from rich.console import Console
 
 from jaxrl.cli import main
 from jaxrl.commands.watch import blocks, view
+from jaxrl.core import Hosts
 from jaxrl.tracking.tracker import write_lines
+from jaxrl.training.run_directory import lock, record_start
 
 
 def steps(count, *, seconds=3.0, since=1000.0):
@@ -93,3 +97,29 @@ def test_command_updates_until_interrupted(tmp_path, capsys, monkeypatch):
     assert main(["watch", str(tmp_path), "--every", "0.5"]) == 0
     assert waited == [0.5, 0.5]
     assert "11/50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("done", "text", "status"),
+    [(50, "finished after 50 steps; model: RUN/model", 0), (10, "ended at step 10 of 50: ", 1)],
+)
+def test_command_ends_with_the_run(done, text, status, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    (tmp_path / "model").mkdir()
+    training = lock(tmp_path, Hosts())
+    training.__enter__()
+    record_start(tmp_path, step=0, devices=jax.devices())
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        write_lines(tmp_path / "metrics.jsonl", steps(done))
+        if len(waited) == 2:
+            training.__exit__(None, None, None)
+        assert len(waited) <= 2
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["watch", str(tmp_path)]) == status
+    assert text.replace("RUN", str(tmp_path)) in capsys.readouterr().out.replace("\n", "")
+    assert len(waited) == 2
+    assert main(["watch", str(tmp_path)]) == status  # at once
