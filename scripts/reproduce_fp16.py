@@ -4,8 +4,8 @@
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
-use --parts sanity. Two parts run only if they are named: families, the sanity test for other
-models, and gaps, the deployment gap of every preset.
+use --parts sanity. Three parts run only if they are named: families, the sanity test for other
+models; gaps, the deployment gap of every preset; and served, the gap of a vLLM server.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.runs import plain_parser
 from reproduce import families, gaps, grid, offline, phantom, pictures, sanity
 
-PARTS = ["offline", "sanity", "families", "gaps"]
+PARTS = ["offline", "sanity", "families", "gaps", "served"]
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def main() -> None:
                 sanity.run_cell(directory, cell, seed=seed)
     if "gaps" in arguments.parts:
         print(gaps.table(gaps.compared(directory, seed=arguments.seeds[0])))
+    if "served" in arguments.parts:
+        print(gaps.table(gaps.served(directory, seed=arguments.seeds[0])))
     if "families" in arguments.parts:
         for seed in arguments.seeds:
             for case in families.CELLS:

@@ -28,9 +28,10 @@ def as_learner(precision: Precision) -> Precision:
 
 def both(file: Path, keys: Mapping[str, object], *, measure: Measure) -> tuple[Rewards, Rewards]:
     """Measures the initial model and the checkpoints of a finished run, once: as its sampler
-    computes, and as its learner does. Both are embedded samplers."""
+    computes, and as its learner does, in an embedded sampler."""
     run_dir = Path(str(keys["run_dir"]))
-    learner = {**keys, "precision": as_learner(config(file, keys).precision)}
+    own = as_learner(config(file, keys).precision)
+    learner = {**keys, "precision": own, "sampler.name": "embedded"}
     return (
         _measured(file, keys, name="sampler", run_dir=run_dir, measure=measure),
         _measured(file, learner, name="learner", run_dir=run_dir, measure=measure),
