@@ -110,6 +110,8 @@ def test_sft_writes_the_dtype_it_started_from(material, tmp_path, capsys):
     capsys.readouterr()
     assert main([*exported, f"{tmp_path}/whole"]) == 1
     assert "whole holds a model; add --overwrite" in capsys.readouterr().err
+    assert main([*exported, f"{tmp_path}/short", "--dtype", "fp16"]) == 1
+    assert "--dtype 'fp16': expected f32, bf16 or f16" in capsys.readouterr().err
     assert main([*exported, f"{tmp_path}/whole", "--overwrite"]) == 0
     assert Checkpoint(tmp_path / "whole").dtype == jnp.bfloat16
 

@@ -53,7 +53,10 @@ def export_checkpoint(
     base, precision = Checkpoint(config.model.path), config.precision
     written = precision.params if only_adapters else model_dtype(config, base)
     if dtype is not None:
-        written = Precision.parse(f"fp32,wire={dtype}").wire
+        try:
+            written = Precision.parse(f"fp32,wire={dtype}").wire
+        except ValueError:
+            raise ValueError(f"--dtype {dtype!r}: expected f32, bf16 or f16") from None
     found = base.config
     if isinstance(config, RewardModelConfig):
         found = base.scorer_config

@@ -74,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
         made.error("--follow writes no file: leave out --out, or --follow")
     if given.port is not None and not given.follow:
         made.error("--port is the port of the page that --follow serves: add --follow")
+    if given.out is not None and given.out.is_dir():
+        made.error(f"--out {given.out} is a directory: name the file to write in it")
     runs = _find(given.runs)
     if given.follow:
         if any(map(is_bucket, given.runs)):
