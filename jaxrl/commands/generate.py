@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--out",
-        type=Path,
+        type=options.output,
         metavar="FILE.jsonl",
         help="write a line for each completion, with the columns of its row, instead of printing",
     )

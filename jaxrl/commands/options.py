@@ -90,6 +90,23 @@ def plain_parser(
     )
 
 
+def output(text: str) -> Path:
+    """Reads an option's name of a file to write and makes its directory, before a command computes
+    for hours what it cannot write.
+
+    Raises:
+      argparse.ArgumentTypeError: for a directory, or a place where none can be made.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory; name a file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}: {error.filename}") from None
+    return path
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Names an option's value once, as Python 3.13 does: `-h, --help [TABLE ...]`."""
 

@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if not console.is_terminal:
         console.print()  # the last frame ends without a line's end
-    model = f"; model: {given.run}/model" if (run / "model").exists() else ""
-    console.print(f"{ended.text}{model if ended.status == 0 else ''}", highlight=False)
+    there = ended.status == 0 and (run / "model").exists()
+    model = f"; model: {given.run}/model" if there else ""
+    console.print(ended.text + model, highlight=False, soft_wrap=True)
     return ended.status
 
 

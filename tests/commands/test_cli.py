@@ -52,6 +52,22 @@ def test_every_command_has_help(command, capsys):
     assert f"jaxrl {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("eval", o) for o in ("completions", "json", "out")]
+    + [(c, "out") for c in ("generate", "report", "bench")],
+)
+def test_unusable_files_are_refused_before_the_work(command, option, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place, said in ((tmp_path, "is a directory"), (tmp_path / "file" / "x", "File exists")):
+        with pytest.raises(SystemExit) as end:
+            main([command, f"--{option}", str(place)])
+        assert end.value.code == 2
+        shown = capsys.readouterr().err
+        assert f"argument --{option}: '{place}'" in shown
+        assert said in shown
+
+
 def test_full_help_shows_every_key(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):

@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", nargs="?", metavar="MODEL", help="directory of a config.json")
     made.add_argument("--precisions", default="bf16_master,fp16_master,fp32", help="dtype policies")
     made.add_argument("--only", default=",".join(_PARTS), help=f"parts of {', '.join(_PARTS)}")
-    made.add_argument("--out", type=Path, default=Path("bench.json"), help="(default: bench.json)")
+    made.add_argument(
+        "--out", type=options.output, default=Path("bench.json"), help="(default: bench.json)"
+    )
     for name, text in {
         "row": "tokens of a row of the learner's batch",
         "sequence": "tokens of a sequence in it",

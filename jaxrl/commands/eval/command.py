@@ -18,7 +18,6 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,12 +43,14 @@ def parser() -> argparse.ArgumentParser:
         "--data", nargs="+", metavar="PATH", help="data sets to measure, in place of the config's"
     )
     made.add_argument("--by", metavar="COLUMN", help="also print the accuracy by this column")
-    made.add_argument("--json", type=Path, help="write the numbers to this file")
-    made.add_argument("--completions", type=Path, help="write the completions to this .jsonl file")
+    made.add_argument("--json", type=options.output, help="write the numbers to this file")
+    made.add_argument(
+        "--completions", type=options.output, help="write the completions to this .jsonl file"
+    )
     made.add_argument(
         "--keep", metavar="LOW:HIGH", help="write the rows with a pass rate between these to --out"
     )
-    made.add_argument("--out", type=Path, help="the .jsonl file of --keep")
+    made.add_argument("--out", type=options.output, help="the .jsonl file of --keep")
     return made
 
 

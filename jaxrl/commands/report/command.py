@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "runs", nargs="+", metavar="RUN", help="a run's directory, or its address in a bucket"
     )
     made.add_argument(
-        "--out", type=Path, help="file to write (default: report.html in the first RUN)"
+        "--out", type=options.output, help="file to write (default: report.html in the first RUN)"
     )
     made.add_argument(
         "--follow",
@@ -74,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
         made.error("--follow writes no file: leave out --out, or --follow")
     if given.port is not None and not given.follow:
         made.error("--port is the port of the page that --follow serves: add --follow")
-    if given.out is not None and given.out.is_dir():
-        made.error(f"--out {given.out} is a directory: name the file to write in it")
     runs = _find(given.runs)
     if given.follow:
         if any(map(is_bucket, given.runs)):
@@ -83,7 +81,6 @@ def main(argv: Sequence[str]) -> int:
         return _follow(runs, port=given.port)
     out = given.out or runs[0] / "report.html"
     found = _collected(runs)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(found), encoding="utf-8")
     raised = sum(len(run["alarms"]) for run in found)
     print(f"{out}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {raised} alarms")
