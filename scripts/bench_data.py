@@ -41,7 +41,7 @@ def resident() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="directory with a tokenizer")
+    parser.add_argument("--model", required=True, help="directory of a model, for its tokenizer")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     args = parser.parse_args()
     tokenizer = Checkpoint(args.model).tokenizer
