@@ -66,5 +66,6 @@ def load_environment(c: EnvironmentConfig) -> Callable[..., Environment] | None:
             f"environment.name = {c.name!r} takes no argument; its first one must be an "
             "EnvironmentContext"
         )
-    check_parameters(function, {first: None, **c.parameters}, key="environment")
+    own = tuple(type(c).model_fields)
+    check_parameters(function, {first: None, **c.parameters}, key="environment", also=own)
     return function

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import random
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from tokenizers import Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl.builders.environment import load_environment
+from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.data.prompts import Example, Rendering, load_prompts
 from jaxrl.data.rows import Row
 from jaxrl.environments import builtin
@@ -192,6 +195,26 @@ def test_a_function_becomes_a_schema():
 
     with pytest.raises(ValueError, match="parameter x of the tool untyped"):
         make_tool(untyped)
+
+
+def test_a_tool_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("def bare(x: int): ...")
+    (tmp_path / "notes.md").write_text("a passage")
+    for reference, said in (
+        (f"{tmp_path}/mine.py:bare", "mine.py:bare': the tool bare has no docstring; write one"),
+        (f"search:{tmp_path}/none.txt", "none.txt: there is no such file; relative paths start"),
+        (f"search:{tmp_path}/notes.md", "notes.md is not a .txt or .jsonl file"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)) as raised:
+            load_tools([reference])
+        assert str(raised.value).startswith("environment.tools")
+
+
+def test_a_misspelt_key_of_the_environment_leads_to_the_right_one():
+    for wrong, right in (("max_turn", "max_turns"), ("call_cots", "call_cost")):
+        config = EnvironmentConfig.model_validate({"name": "agent", wrong: 1})
+        with pytest.raises(ValueError, match=rf"environment\.{wrong}: .*; did you mean {right}\?"):
+            load_environment(config)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     without a docstring, or for a parameter without a type hint or not passable by name."""
     name, text = function.__name__, inspect.getdoc(function)
     if not text:
-        raise ValueError(f"the tool {name} has no docstring; the model reads it as the description")
+        raise ValueError(
+            f"the tool {name} has no docstring; write one, the model reads it as the description"
+        )
     hints, fields = typing.get_type_hints(function), {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in hints or parameter.kind not in _NAMED:
@@ -89,7 +91,10 @@ def load_tools(references: Sequence[str]) -> dict[str, Tool]:
             function = make_search(corpus)
         else:
             function = plugins.load_function(reference, builtin=builtin, key="environment.tools")
-        tool = make_tool(function)
+        try:
+            tool = make_tool(function)
+        except ValueError as error:
+            raise ValueError(f"environment.tools = {reference!r}: {error}") from error
         if tool.name in tools:
             raise ValueError(f"environment.tools names two tools {tool.name!r}; rename one")
         tools[tool.name] = tool

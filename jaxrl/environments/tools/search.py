@@ -59,7 +59,12 @@ def read_corpus(path: str) -> list[str]:
     and maybe `title`; raises ValueError for a missing file, another format, a file without text or
     a line without `text`."""
     file = Path(path)
-    if file.suffix not in (".txt", ".jsonl") or not file.is_file():
+    if not file.is_file():
+        raise ValueError(
+            f"environment.tools: search:{path}: there is no such file; relative paths start at "
+            f"{Path.cwd()}, and those in a config also at its folder"
+        )
+    if file.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"environment.tools: search:{path} is not a .txt or .jsonl file")
     if file.suffix == ".txt":
         content = file.read_text(encoding="utf-8")
