@@ -1,5 +1,6 @@
 """Measures how a run starts on a large file: the processor's seconds until every row is read,
-checked and tokenised, and the memory that the rows then take. Prints one JSON line.
+checked and tokenised, those of the tokenizer alone, and the memory that the rows then take. Prints
+one JSON line.
 
 python scripts/bench_data.py --model DIR --gigabytes 1
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from jaxrl.data import Rendering, load_prompts, read_rows
 from jaxrl.huggingface import Checkpoint
 
+TOGETHER = 1000  # prompts that the tokenizer gets at once
 PROMPT, SOLUTION = 200, 1800  # characters; a reward reads the solution
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         path = Path(made, "prompts.jsonl")
         count = write_rows(path, int(args.gigabytes * 1e9))
-        before, start = resident(), time.process_time()
+        before, start, started = resident(), time.process_time(), time.monotonic()
         prompts = load_prompts(
             read_rows(str(path)),
             tokenizer,
@@ -58,11 +60,19 @@ def main() -> None:
             max_tokens=1000,
         ).examples
         seconds, taken = time.process_time() - start, resident() - before
+        wall = time.monotonic() - started
         start = time.process_time()
         for index in random.Random(1).choices(range(count), k=10_000):
             assert len(prompts[index].tokens)
         each = (time.process_time() - start) / 10_000
-    row = {"rows": len(prompts), "cpu_seconds": round(seconds, 1), "memory_mb": round(taken / 1e6)}
+        alone = 0.0
+        for first in range(0, count, TOGETHER):
+            texts = [one["rendered_prompt"] for one in prompts[first : first + TOGETHER]]
+            start = time.process_time()
+            tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+            alone += time.process_time() - start
+    row = {"rows": len(prompts), "cpu_seconds": round(seconds, 1), "wall_seconds": round(wall, 1)}
+    row |= {"tokenizer_cpu_seconds": round(alone, 1), "memory_mb": round(taken / 1e6)}
     print(json.dumps(row | {"microseconds_per_access": round(each * 1e6, 1)}))
 
 
