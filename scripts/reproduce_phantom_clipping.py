@@ -44,7 +44,9 @@ def main() -> None:
         print(doses.table(doses.compared(directory, seeds=arguments.seeds)))
         return
     if arguments.hill:
-        print(hill.table(hill.compared(directory, seeds=arguments.seeds)))
+        print(
+            hill.table(hill.compared(directory, samplers=arguments.samplers, seeds=arguments.seeds))
+        )
         return
     for sampler in arguments.samplers:
         phantom.train_rows(directory, sampler=sampler, seeds=arguments.seeds)

@@ -19,12 +19,15 @@ _SAVED = {"checkpoint.every": 5, "checkpoint.keep": 9}
 Row = tuple[str, str]  # sampler, row
 
 
-def compared(directory: Path, *, seeds: Sequence[int]) -> dict[Row, list[tuple[Rewards, Rewards]]]:
-    """Trains or reads the runs, and measures the two policies of their checkpoints."""
+def compared(
+    directory: Path, *, samplers: Sequence[str], seeds: Sequence[int]
+) -> dict[Row, list[tuple[Rewards, Rewards]]]:
+    """Trains or reads the runs of those samplers that are compared, and measures the two policies
+    of their checkpoints."""
     found = dict[Row, list[tuple[Rewards, Rewards]]]()
     for seed in seeds:
-        for sampler, rows in COMPARED.items():
-            for row in rows:
+        for sampler in filter(COMPARED.get, samplers):
+            for row in COMPARED[sampler]:
                 run_dir = phantom.row_dir(directory / f"hill-{sampler}", row, seed=seed)
                 more = _SAVED | (phantom.COARSE if sampler == "fp8" else {})
                 keys = phantom.row_keys(directory, row, run_dir=run_dir, seed=seed, more=more)
