@@ -42,6 +42,7 @@ def metrics(batch: Batch, scored: Scored) -> dict[str, float]:
     "mismatch/token_mult_error:mean", and "ratio:max".
     """
     found = {"loss:sum": float(sum(x.sum(dtype=np.float64) for x in scored.losses))}
+    found |= scored.metrics
     if "logprobs" not in batch.data[0].arrays:
         return found
     learner, sampler, used = [], [], []

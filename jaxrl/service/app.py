@@ -25,6 +25,8 @@ from jaxrl.service.requests import Work, decode, with_seed
 from jaxrl.service.routing import Handler, Service, error, owned, reply, route
 from jaxrl.service.sampling import BASE
 from jaxrl.service.state import dumps
+from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
+from jaxrl.service.uploaded.program import check
 from jaxrl.service.wire import RefusedError
 
 POLL_SECONDS = 20.0  # the client waits 45 for an answer
@@ -41,6 +43,7 @@ def routes(service: Service) -> list[Route]:
         "client/dynamic_config": _dynamic_config,
         "telemetry": _telemetry,
         "create_model": _create_model,
+        "create_custom_loss": _create_loss,
         "load_weights": _load_weights,
         "get_info": _get_info,
         "forward_backward": _forward_backward,
@@ -85,7 +88,11 @@ async def _heartbeat(service: Service, owner: str, request: Request) -> Response
 
 async def _config(service: Service, owner: str, request: Request) -> Response:
     return reply(
-        types.ClientConfigResponse(use_pyqwest_transport=False, sample_join_sampling_session=True)
+        types.ClientConfigResponse(
+            use_pyqwest_transport=False,
+            sample_join_sampling_session=True,
+            custom_loss_server_side=True,
+        )
     )
 
 
@@ -142,6 +149,25 @@ async def _new_model(
     values = {"session": session, "owner": owner, "created": now, "used": now}
     service.engine.store.insert("models", id=model, content=dumps(content), **values)
     return await _accept(service, owner, kind=kind, target=model, seq=0, body=body)
+
+
+async def _create_loss(service: Service, owner: str, request: Request) -> Response:
+    if int(request.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES:
+        raise RefusedError(f"a loss is larger than {MOST_BYTES} bytes, or has no content-length")
+    body = await request.body()
+
+    def create() -> Response:
+        check(read_graph(body))
+        asked = types.CreateCustomLossRequest.model_validate_json(body)
+        owned(service, "sessions", key=asked.session_id, owner=owner)
+        name = f"{asked.session_id}:loss:{asked.custom_loss_seq_id}"
+        answer = answers.encode(types.CreateCustomLossResponse(loss_id=name))
+        values = {"status": "done", "answer": answer, "form": "json", "created": time.time()}
+        values |= {"target": name, "seq": 0, "owner": owner, "kind": "loss", "body": body}
+        service.engine.store.insert("requests", id=name, **values)
+        return reply(types.UntypedAPIFuture(request_id=name))
+
+    return await run_in_threadpool(create)
 
 
 async def _load_weights(service: Service, owner: str, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """The engine: one thread owns the devices and does accepted requests, in order."""
 
+import functools
 import json
 import logging
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 from tinker import types
 
 from jaxrl.service import answers, files
+from jaxrl.service.computing import compute, find_graph
 from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Kind, Pool, Tenant
 from jaxrl.service.queue import Queue
@@ -57,7 +59,8 @@ class Engine:
             much later than the last time.
         """
         self.base, self.store, self.files = base, store, files
-        self.limits = Limits(base.model.config.vocab_size, base.model.config.max_positions)
+        config, find = base.model.config, functools.partial(find_graph, store)
+        self.limits = Limits(config.vocab_size, config.max_positions, find)
         self._tokens, self._most, self._slots = microbatch_tokens, max_batch, slots
         self._every, self._saved = snapshot_seconds, dict[str, float]()
         self._pools, self._kinds = dict[Kind, Pool](), dict[str, Kind]()
@@ -148,7 +151,7 @@ class Engine:
                 payload = decode(row["kind"], row["body"], self.limits)
                 if row["kind"] == "sample":
                     payload = self.with_weights(payload, self.weights_of(row["target"]))
-            except RefusedError as error:  # the model has changed
+            except ValueError as error:  # the model has changed
                 self.store.finish(
                     row["id"], answers.failure(error, user=True), form="json", status="failed"
                 )
@@ -229,9 +232,12 @@ class Engine:
             self.store.update("models", work.target, used=time.time())
 
     def _compute(self, works: Sequence[Work], pool: Pool) -> None:
-        scored = pool.compute([(work.target, work.payload) for work in works])
+        scored = compute(pool, [(work.target, work.payload) for work in works])
         for work, one in zip(works, scored, strict=True):
-            self.finish(work.id, answers.output(work.payload, one), form="proto")
+            if isinstance(one, RefusedError):
+                self.fail(work, one)
+            else:
+                self.finish(work.id, answers.output(work.payload, one), form="proto")
 
     def _single(self, work: Work, pool: Pool) -> None:
         do = {
@@ -306,20 +312,11 @@ class Engine:
         now = time.time()
         content = json.loads(row["content"])
         content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
+        end = ttl and now + ttl
+        values = (path, work.target, row["owner"], kind, now, end, size, dumps(content))
         with self.store.transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
-                (
-                    path,
-                    work.target,
-                    row["owner"],
-                    kind,
-                    now,
-                    ttl and now + ttl,
-                    size,
-                    dumps(content),
-                ),
-            )
+            marks = "?, ?, ?, ?, ?, ?, ?, 0, ?"
+            db.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({marks})", values)
 
     def checkpoint(self, path: str) -> dict[str, Any]:
         """Returns the row of a checkpoint; raises RefusedError if there is none."""
@@ -385,7 +382,7 @@ class Engine:
                 work = Work(row["id"], row["kind"], model, row["seq"], payload)
                 if row["kind"] == "compute":
                     if not payload.forward_only:
-                        pool.compute([(model, payload)])
+                        compute(pool, [(model, payload)])
                 elif row["kind"] == "step":
                     self._step(work, pool)
                 else:

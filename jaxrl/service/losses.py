@@ -107,8 +107,7 @@ LOSSES: Mapping[str, Loss] = {
 """The losses by name, with the documented constants of the Tinker API."""
 
 NOT_HERE: Mapping[str, str] = {
-    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo or gspo",
-    "custom": "this server runs no uploaded loss; forward_backward_custom with a function works",
+    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo or gspo"
 }
 """Losses that the client's types list and the service refuses, with the advice."""
 

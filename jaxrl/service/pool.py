@@ -14,7 +14,8 @@ from jaxrl.core import Precision, cast, jit, jit_forward, segment_totals, to_flo
 from jaxrl.learner import LearnerState, make_update
 from jaxrl.models import Model, Params, init, lora, token_logprobs
 from jaxrl.service.losses import find
-from jaxrl.service.rows import parts, power_of_two
+from jaxrl.service.rows import parts
+from jaxrl.service.sizes import power_of_two
 from jaxrl.service.wire import Batch
 from jaxrl.sharding import Layout, place
 
@@ -57,10 +58,12 @@ class Tenant(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The results of one request: arrays f32[N, K] for each datum."""
+    """The results of one request: arrays f32[N, K] for each datum, and an uploaded loss's metrics,
+    whose losses are f32[] for each."""
 
     logprobs: list[np.ndarray]
     losses: list[np.ndarray]
+    metrics: Mapping[str, float] = {}
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ from tinker.proto import tinker_public_pb2 as proto
 
 from jaxrl.service.sampling import BASE, Request
 from jaxrl.service.scoring import Asked
+from jaxrl.service.uploaded.graph import Graph
+from jaxrl.service.uploaded.program import prepare
 from jaxrl.service.wire import RefusedError, check_tokens, read_batch
 
 TRAINING = ("create", "load", "compute", "step", "save", "publish")
@@ -27,24 +30,30 @@ class Work(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The model's limits, which inputs are checked against."""
+    """The model's limits, which inputs are checked against, and uploaded losses by their ids."""
 
     vocab_size: int
     max_positions: int
+    uploaded: Callable[[str], Graph]
 
 
 def decode(kind: str, body: bytes, limits: Limits) -> Any:
-    """Reads the body of a request and checks it.
+    """Reads the body of a request and checks it. The program of an uploaded loss is compiled, so
+    that the thread of the devices does not wait for it.
 
     Returns:
       "compute": a `wire.Batch`; "step": AdamW's settings by name; "sample": a `sampling.Request`
       without its weights; the others: the client's own request.
 
     Raises:
-      RefusedError: for a request that cannot be served; the message names the part.
+      ValueError: for a request that cannot be served; the message names the part.
     """
     if kind == "compute":
-        return read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
+        batch = read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
+        if batch.graph is not None:
+            counts = [len(one.tokens) for one in batch.data]
+            prepare(batch.graph, counts, targets=batch.data[0].targets.shape[1])
+        return batch
     content = json.loads(body)
     if kind == "step":
         return _read_step(types.OptimStepRequest.model_validate(content))

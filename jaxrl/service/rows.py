@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.service.sizes import power_of_two
 from jaxrl.service.wire import Datum
 
 
@@ -32,11 +33,6 @@ class Part(NamedTuple):
     tenants: Sequence[int]
     arrays: dict[str, np.ndarray]
     places: Sequence[Place]
-
-
-def power_of_two(count: int) -> int:
-    """Returns the smallest power of two that is at least `count`."""
-    return 1 << (max(count, 1) - 1).bit_length()
 
 
 def parts(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.core import Precision, as_served, cast, jit, sampler_precision
 from jaxrl.models import Head, Model, whole_logits
 from jaxrl.service.pool import Base, scored
-from jaxrl.service.rows import power_of_two
+from jaxrl.service.sizes import power_of_two
 
 _LOWEST = -99999.0  # stands for no log-prob
 

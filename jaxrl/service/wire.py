@@ -1,7 +1,8 @@
 """The requests and answers of forward_backward: protobuf on the wire, arrays inside."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tinker.proto import tinker_public_pb2 as proto
 from jaxrl.core import nearest
 from jaxrl.losses import recipes
 from jaxrl.service.losses import LOSSES, NOT_HERE, OURS, Loss, find, named
+from jaxrl.service.uploaded.graph import Graph
 
 
 class RefusedError(ValueError):
@@ -23,7 +25,7 @@ class Datum:
     Attributes:
       tokens: i32[N], the model's input.
       targets: i32[N, K], scored after the input up to and with the same position.
-      arrays: f32[N, K] each, the loss's inputs and settings.
+      arrays: f32[N, K] each, the loss's inputs and settings; an uploaded loss's have their ranks.
       flat: true if the client's arrays are [N].
     """
 
@@ -35,15 +37,24 @@ class Datum:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The data of a forward or forward_backward request."""
+    """The data of a forward or forward_backward request. `graph` is the loss, if uploaded."""
 
     data: Sequence[Datum]
     loss: str
     forward_only: bool
+    graph: Graph | None = None
+
+
+UPLOADED = "custom"
+"""The client's name of every uploaded loss."""
 
 
 def read_batch(
-    message: proto.ForwardBackwardRequest, *, vocab_size: int, max_positions: int
+    message: proto.ForwardBackwardRequest,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    uploaded: Callable[[str], Graph],
 ) -> Batch:
     """Decodes and checks a request.
 
@@ -51,14 +62,22 @@ def read_batch(
       RefusedError: for a loss that the service does not have, a setting or an array that the loss
         does not read, one that is missing, or a datum of a wrong shape, dtype or length.
     """
-    loss, name, settings = read_loss(message)
+    graph = None
+    if message.loss_fn == UPLOADED:
+        graph, name = uploaded(_uploaded_id(message)), UPLOADED
+        read = functools.partial(_read_inputs, graph=graph)
+    else:
+        loss, name, settings = read_loss(message)
+        read = functools.partial(_read_arrays, loss=loss, settings=settings)
     if not message.data:
         raise RefusedError("data: there is no datum; give at least one")
     data = []
     for index, one in enumerate(message.data):
         try:
             tokens = read_chunks(one.model_input, vocab_size=vocab_size, longest=max_positions)
-            found = _read_datum(one, tokens, loss, settings, vocab_size=vocab_size)
+            targets = _read_targets(one, tokens, vocab_size=vocab_size)
+            shaped = targets.reshape(len(tokens), -1).astype(np.int32)
+            found = Datum(tokens, shaped, read(one, targets), targets.ndim == 1)
             if data and found.targets.shape[1] != data[0].targets.shape[1]:
                 raise RefusedError(
                     f"target_tokens has {found.targets.shape[1]} targets per token, and datum 0 "
@@ -67,7 +86,18 @@ def read_batch(
             data.append(found)
         except RefusedError as error:
             raise RefusedError(f"datum {index}: {error}") from None
-    return Batch(data, name, message.forward_only)
+    return Batch(data, name, message.forward_only, graph)
+
+
+def _uploaded_id(message: proto.ForwardBackwardRequest) -> str:
+    """Returns the id of an uploaded loss; raises RefusedError for one of another session."""
+    found, session = str(_given(message).get("loss_id")), message.model_id.split(":train:")[0]
+    if not found.startswith(f"{session}:loss:"):
+        raise RefusedError(
+            f"loss_fn_config: loss_id = {found!r} is no loss of {session}; create it in the "
+            "model's own session with create_custom_loss"
+        )
+    return found
 
 
 def read_loss(message: proto.ForwardBackwardRequest) -> tuple[Loss, str, dict[str, float]]:
@@ -139,52 +169,88 @@ def check_tokens(tokens: np.ndarray, name: str, *, vocab_size: int) -> None:
         )
 
 
-def _read_datum(
-    message: proto.Datum,
-    tokens: np.ndarray,
-    loss: Loss,
-    settings: Mapping[str, float],
-    *,
-    vocab_size: int,
-) -> Datum:
-    given = dict(message.loss_fn_inputs)
-    known = ("target_tokens", *loss.inputs, *loss.per_token)
-    for name in given:
-        if name not in known:
-            raise RefusedError(f"loss_fn_inputs has {name!r}; the loss reads {', '.join(known)}")
-    for name in ("target_tokens", *loss.inputs):
-        if name not in given:
-            raise RefusedError(f"loss_fn_inputs lacks {name!r}, which the loss reads")
-    targets = _read_tensor(given["target_tokens"], "target_tokens", dtype=np.dtype(np.int64))
+def _read_targets(message: proto.Datum, tokens: np.ndarray, *, vocab_size: int) -> np.ndarray:
+    """Reads the target tokens, i64[N] or i64[N, K]."""
+    given = _given_tensor(message, "target_tokens")
+    targets = _read_tensor(given, "target_tokens", dtype=np.dtype(np.int64))
     if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
         raise RefusedError(
             f"target_tokens has shape {list(targets.shape)}; model_input has {len(tokens)} tokens, "
             f"so it must be [{len(tokens)}], or [{len(tokens)}, K]"
         )
+    check_tokens(targets, "target_tokens", vocab_size=vocab_size)
+    return targets
+
+
+def _given_tensor(message: proto.Datum, name: str) -> proto.Tensor:
+    if name not in message.loss_fn_inputs:
+        raise RefusedError(f"loss_fn_inputs lacks {name!r}, which the loss reads")
+    return message.loss_fn_inputs[name]
+
+
+def _read_arrays(
+    message: proto.Datum, targets: np.ndarray, *, loss: Loss, settings: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    known = ("target_tokens", *loss.inputs, *loss.per_token)
+    for name in message.loss_fn_inputs:
+        if name not in known:
+            raise RefusedError(f"loss_fn_inputs has {name!r}; the loss reads {', '.join(known)}")
     if loss.single and targets.ndim > 1 and targets.shape[1] > 1:
         raise RefusedError(
             f"target_tokens has {targets.shape[1]} targets per token; this loss takes one"
         )
-    check_tokens(targets, "target_tokens", vocab_size=vocab_size)
     arrays: dict[str, np.ndarray] = {}
     for name in (*loss.inputs, *loss.per_token):
-        if name not in given:
+        if name in loss.per_token and name not in message.loss_fn_inputs:
             continue
-        value = _read_tensor(given[name], name, dtype=np.dtype(np.float32))
+        value = _read_floats(_given_tensor(message, name), name)
         if value.shape != targets.shape:
             raise RefusedError(
                 f"{name} has shape {list(value.shape)} and target_tokens {list(targets.shape)}; "
                 "give one value per target"
             )
-        if not np.isfinite(value).all():
-            raise RefusedError(f"{name} has values that are not finite")
-        arrays[name] = value.reshape(len(tokens), -1)
+        arrays[name] = value.reshape(len(targets), -1)
     for name, number in settings.items():
-        arrays.setdefault(name, np.full((len(tokens), targets[0].size), number, np.float32))
+        arrays.setdefault(name, np.full((len(targets), targets[0].size), number, np.float32))
     if loss.marks and not arrays[loss.marks].any():
         raise RefusedError(f"{loss.marks} marks no token; mark the sampled ones with 1")
-    shaped = targets.reshape(len(tokens), -1).astype(np.int32)
-    return Datum(tokens, shaped, arrays, targets.ndim == 1)
+    return arrays
+
+
+def _read_inputs(
+    message: proto.Datum, targets: np.ndarray, *, graph: Graph
+) -> dict[str, np.ndarray]:
+    """Reads the arrays of an uploaded loss; others that the datum has are left alone."""
+    (_, rank), *inputs = graph.inputs
+    if targets.ndim != rank:
+        raise RefusedError(
+            f"target_tokens has shape {list(targets.shape)}; the loss declared log-probs of rank "
+            f"{rank}"
+        )
+    arrays = {}
+    for name, rank in inputs:
+        given = _given_tensor(message, name)
+        value = _read_floats(given, name, dtypes="fi")
+        if not (rank or given.shape) and value.size == 1:
+            value = value.reshape(())
+        if value.shape != targets.shape[:rank]:
+            raise RefusedError(
+                f"{name} has shape {list(value.shape)}; the loss declared rank {rank}, and "
+                f"target_tokens has shape {list(targets.shape)}"
+            )
+        arrays[name] = value
+    return arrays
+
+
+def _read_floats(message: proto.Tensor, name: str, *, dtypes: str = "f") -> np.ndarray:
+    """Reads finite numbers as f32; `dtypes` may also be "fi", with integers."""
+    own = _DTYPES.get(message.dtype)
+    whole = own is not None and own.kind == "i" and "i" in dtypes
+    dtype = np.dtype(np.int64 if whole else np.float32)
+    value = _read_tensor(message, name, dtype=dtype).astype(np.float32)
+    if not np.isfinite(value).all():
+        raise RefusedError(f"{name} has values that are not finite")
+    return value
 
 
 _DTYPES = {

@@ -164,9 +164,10 @@ def test_another_key_sees_nothing(server: Server) -> None:
 def test_the_documented_program_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
-    train, agent = (found for found in documented.snippets("py") if "tinker" in found.where)
+    programs = [found for found in documented.snippets("py") if "tinker" in found.where]
+    assert len(programs) == 3
     names: dict[str, Any] = {"url": server.url, "key": KEYS[0]}
-    for program in (train, agent):  # in one shell
+    for program in programs:  # in one shell
         exec(compile(program.text, program.where, "exec"), names)
     service = names["service"]
     assert isinstance(service, tinker.ServiceClient)
@@ -226,3 +227,86 @@ def test_checkpoints_are_listed_published_and_deleted(server: Server) -> None:
         rest.delete_checkpoint_from_tinker_path(weights).result()
         with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
             other.create_sampling_client(model_path=weights).result()
+
+
+def own_loss(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A clipped ratio with a penalty, divided by the number of tokens that are marked."""
+    marked = advantages != 0
+    log_ratio = torch.where(marked, logprobs - old, 0.0)
+    ratio = log_ratio.exp()
+    gained = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = (beta * log_ratio.square() - gained).sum() / marked.sum().clamp(min=1)
+    return loss, {"custom/ratio:mean": ratio.max(), "custom/marked:sum": marked.float().sum()}
+
+
+OWN_RANKS: dict[str, Any] = {"logprobs": 1, "old": 1, "advantages": 1, "beta": 0}
+
+
+def own_datum(seed: int, count: int) -> types.Datum:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(2, 60, count + 1).tolist()
+    advantages = rng.normal(0, 1, count).astype(np.float32)
+    advantages[: count // 2] = 0
+    arrays = {
+        "target_tokens": types.TensorData.from_numpy(np.array(tokens[1:])),
+        "old": types.TensorData.from_numpy(rng.normal(-4, 0.3, count).astype(np.float32)),
+        "advantages": types.TensorData.from_numpy(advantages),
+        "beta": types.TensorData.from_numpy(np.array(0.1 + seed, np.float32)),
+    }
+    model_input = types.ModelInput.from_ints(tokens[:-1])
+    return types.Datum(model_input=model_input, loss_fn_inputs=arrays)
+
+
+def test_an_uploaded_loss_is_as_in_the_client(server: Server) -> None:
+    data = [own_datum(i, count) for i, count in enumerate((12, 7, 30))]
+
+    def in_the_client(given: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
+        names = list(OWN_RANKS)[1:]
+        parts = [
+            own_loss(own, *(one.loss_fn_inputs[name].to_torch() for name in names))
+            for one, own in zip(given, logprobs, strict=True)
+        ]
+        metrics = {
+            "custom/ratio:mean": float(np.mean([m["custom/ratio:mean"].item() for _, m in parts])),
+            "custom/marked:sum": sum(m["custom/marked:sum"].item() for _, m in parts),
+        }
+        return torch.stack([loss for loss, _ in parts]).sum(), metrics
+
+    with server.client() as service:
+        uploaded = service.create_custom_loss(own_loss, OWN_RANKS).result()
+        assert uploaded.loss_id is not None
+        found = []
+        for loss in (uploaded, in_the_client):
+            client = service.create_lora_training_client("tiny", rank=4, seed=2).result()
+            steps = []
+            for _ in range(2):
+                done = client.forward_backward_custom(data, loss)
+                norm = client.optim_step(ADAM).result().metrics["grad_norm"]
+                metrics = done.result().metrics
+                steps.append([metrics[key] for key in ("loss:sum", *sorted(metrics)[:2])] + [norm])
+            after = client.forward([supervised([5, 6, 7, 8])], "cross_entropy").result()
+            found.append([*np.ravel(steps), *after.loss_fn_outputs[0]["logprobs"].data])
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        other = own_datum(0, 9)
+        other.loss_fn_inputs["old"] = types.TensorData.from_numpy(np.zeros(8, np.float32))
+        with pytest.raises(tinker.BadRequestError, match=r"datum 0: old has shape \[8\]"):
+            client.forward_backward_custom([other], uploaded).result()
+    with server.client() as service:  # another session
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        with pytest.raises(tinker.BadRequestError, match="is no loss of session"):
+            client.forward_backward(data, "custom", {"loss_id": uploaded.loss_id}).result()
+        for wrong, match in (
+            (lambda logprobs: (torch.linalg.norm(logprobs), {}), "linalg_norm.*no counterp"),
+            (lambda logprobs: (logprobs, {}), "without axes"),
+        ):
+            with pytest.raises(tinker.BadRequestError, match=match):
+                service.create_custom_loss(wrong, {"logprobs": 1}).result()
+        root = service.create_custom_loss(
+            lambda logprobs: ((logprobs - logprobs).sqrt().sum(), {}), {"logprobs": 1}
+        ).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"datum 0: the derivative.* not fin"):
+            client.forward_backward_custom([supervised([5, 6, 7])], root).result()
+        norm = client.optim_step(ADAM).result().metrics["grad_norm"]
+    assert norm == 0

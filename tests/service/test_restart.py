@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 from tinker import types
 
 from tests import tiny
@@ -14,6 +15,11 @@ pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 DATA = [supervised(list(range(5, 25)))]
 STEPS = 12
+
+
+def likelihood(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The cross entropy of weights 1."""
+    return -logprobs.sum(), {}
 
 
 def losses_of(server: Server, *, kill: bool) -> list[float]:
@@ -28,12 +34,16 @@ def losses_of(server: Server, *, kill: bool) -> list[float]:
 
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=4, seed=3).result()
+        uploaded = service.create_custom_loss(likelihood, {"logprobs": 1}).result()
         thread = threading.Thread(target=disturb)
         if kill:
             thread.start()
         futures = []
         while len(futures) < STEPS or (kill and not ended.is_set() and len(futures) < 200):
-            futures.append(client.forward_backward(DATA, "cross_entropy"))
+            if len(futures) % 2:
+                futures.append(client.forward_backward_custom(DATA, uploaded))
+            else:
+                futures.append(client.forward_backward(DATA, "cross_entropy"))
             client.optim_step(ADAM)
             futures[-1].result()
         sampler = client.save_weights_and_get_sampling_client().result()
