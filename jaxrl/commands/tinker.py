@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxrl.bridge import free_port, is_loopback
 from jaxrl.commands import options
+from jaxrl.commands.report.command import charts, render
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.huggingface import hub
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse_arguments(parser(), TinkerConfig, argv)
     try:
+        from jaxrl.service.live import Page
         from jaxrl.service.serving import open_service
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         name=config.name or arguments.model_dir,
         keys=keys,
         directory=state,
+        page=Page(render, charts),
     ) as app:
         lines = f"export TINKER_BASE_URL=http://{config.host}:{port}\nexport {KEY}={keys[0]}"
         _serve(app, host=config.host, port=port, ready=lines)

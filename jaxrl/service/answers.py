@@ -1,5 +1,6 @@
 """Answers in the form of the wire."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,10 @@ def failure(error: Exception, *, user: bool) -> bytes:
     return _json({"error": text, "category": "user" if user else "server"})
 
 
-def output(batch: Batch, scored: Scored) -> bytes:
+def output(batch: Batch, scored: Scored, *, metrics: Mapping[str, float]) -> bytes:
     """Encodes the results of a forward_backward request, with its metrics."""
     flat = [one.flat for one in batch.data]
-    return write_output(scored.logprobs, flat=flat, metrics=metrics(batch, scored))
+    return write_output(scored.logprobs, flat=flat, metrics=metrics)
 
 
 def metrics(batch: Batch, scored: Scored) -> dict[str, float]:

@@ -15,6 +15,7 @@ from tinker import types
 from jaxrl.service import answers, files
 from jaxrl.service.computing import compute, find_graph
 from jaxrl.service.files import Files
+from jaxrl.service.history import History
 from jaxrl.service.pool import Base, Kind, Pool, Tenant
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
@@ -67,7 +68,7 @@ class Engine:
         self._used = dict[str, int]()  # order of use
         self._done = dict[str, int]()  # the last request that a model in a slot includes
         self._samplers = samplers(self._read_weights)
-        self.queue = Queue(kind_of=self._together)
+        self.queue, self.history = Queue(kind_of=self._together), History()
         self._listeners: dict[str, list[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         self._drawing: dict[str, Future[Answer]] = {}
@@ -236,25 +237,28 @@ class Engine:
         for work, one in zip(works, scored, strict=True):
             if isinstance(one, RefusedError):
                 self.fail(work, one)
-            else:
-                self.finish(work.id, answers.output(work.payload, one), form="proto")
+                continue
+            metrics, batch = answers.metrics(work.payload, one), work.payload
+            self.finish(work.id, answers.output(batch, one, metrics=metrics), form="proto")
+            if not batch.forward_only:
+                self.history.computed(work.target, batch, metrics=metrics)
 
     def _single(self, work: Work, pool: Pool) -> None:
         do = {
-            "create": self._create,
+            "create": lambda work, pool: types.CreateModelResponse(model_id=work.target),
             "load": self._load,
             "step": self._step,
             "save": self._save,
             "publish": self._publish,
         }
-        self.finish(work.id, answers.encode(do[work.kind](work, pool)))
+        found: Any = do[work.kind](work, pool)
+        self.finish(work.id, answers.encode(found))
+        if work.kind == "step":
+            self.history.stepped(work.target, found.metrics)
         late = time.monotonic() - self._saved.get(work.target, -1e9) > self._every
         if work.kind == "load" or (work.kind == "step" and late):
             self._done[work.target] = work.seq
             self._snapshot(work.target, pool)
-
-    def _create(self, work: Work, pool: Pool) -> Any:
-        return types.CreateModelResponse(model_id=work.target)
 
     def _step(self, work: Work, pool: Pool) -> Any:
         return types.OptimStepResponse(metrics=pool.step(work.target, work.payload))

@@ -24,6 +24,7 @@ from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.gateway import Gateway
 from jaxrl.service.listing import listing_routes
+from jaxrl.service.live import Page, live_routes
 from jaxrl.service.pool import Base
 from jaxrl.service.sampling import Backend, Embedded, Samplers
 from jaxrl.service.servers import Servers
@@ -41,6 +42,7 @@ def open_service(
     name: str,
     keys: Sequence[str],
     directory: Path,
+    page: Page,
 ) -> Iterator[Starlette]:
     """Loads a model and serves it for the block.
 
@@ -50,6 +52,7 @@ def open_service(
       name: the model's name for clients.
       keys: the keys that clients may use; each sees what was made with it.
       directory: of the state, which an earlier service may have left.
+      page: of live training runs.
     """
     checkpoint, precision = Checkpoint(model_dir), settings.precision
     prepare_devices(settings.mesh, SamplerConfig())
@@ -83,7 +86,8 @@ def open_service(
         owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
         service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
         gateway = Gateway(service, checkpoint.tokenizer)
-        yield application(service, [*listing_routes(service), *gateway.routes()])
+        more = [*listing_routes(service), *live_routes(service, page), *gateway.routes()]
+        yield application(service, more)
 
 
 def _samplers(

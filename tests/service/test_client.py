@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -310,3 +311,26 @@ def test_an_uploaded_loss_is_as_in_the_client(server: Server) -> None:
             client.forward_backward_custom([supervised([5, 6, 7])], root).result()
         norm = client.optim_step(ADAM).result().metrics["grad_norm"]
     assert norm == 0
+
+
+def test_the_page_shows_the_runs_of_a_key(server: Server) -> None:
+    data, losses = [supervised([5, 6, 7, 8]), supervised([9, 10])], []
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        for _ in range(2):
+            client.forward(data, "cross_entropy")  # adds nothing to a step
+            parts = [client.forward_backward([one], "cross_entropy") for one in data]
+            client.optim_step(ADAM).result()
+            losses.append(sum(one.result().metrics["loss:sum"] for one in parts) / 4)
+
+    def get(path: str, key: str) -> httpx.Response:
+        return httpx.get(f"{server.url}{path}", auth=("anyone", key))
+
+    found = get("/data", KEYS[0]).json()
+    run = next(one for one in found["runs"] if one["name"] == client.model_id)
+    assert run["series"]["loss"] == [[1, 2], pytest.approx(losses, rel=1e-4)]
+    assert client.model_id in get("/", KEYS[0]).text
+    assert get(f"/data?since={found['version']}", KEYS[0]).status_code == 204
+    assert client.model_id not in get("/", KEYS[1]).text
+    assert get("/", "tml-other").status_code == 401
+    assert httpx.get(server.url).headers["www-authenticate"].startswith("Basic")

@@ -106,7 +106,7 @@ def _collected(runs: Sequence[Path]) -> list[dict[str, Any]]:
 def make_page_server(runs: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
     """Makes the server of the page of some runs; see `serve.make_server`."""
     return make_server(
-        runs, port=port, collect=lambda: _collected(runs), render=render, charts=_charts
+        runs, port=port, collect=lambda: _collected(runs), render=render, charts=charts
     )
 
 
@@ -139,7 +139,8 @@ def names(runs: Sequence[Path]) -> list[str]:
     return [f"{run} ({i})" for i, run in enumerate(runs, start=1)]
 
 
-def _charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Selects the charts that some runs have metrics for."""
     parts = [part for run in runs for part in (run, *run["rolled_back"])]
     return charts_of({name for part in parts for name in part["series"]})
 
@@ -163,7 +164,7 @@ def render(runs: Sequence[Mapping[str, Any]], *, version: str = "") -> str:
         "version": version,
         "styles": "\n".join(map(read, _STYLES)),
         "scripts": "\n".join(map(read, _SCRIPTS)),
-        "charts": as_script(_charts(runs)),
+        "charts": as_script(charts(runs)),
         "data": as_script(list(runs)),
     }
     page = read("page.html")

@@ -10,7 +10,8 @@ async function renew() {
   try {
     const answer = await fetch(`data?since=${encodeURIComponent(version)}`);
     if (answer.status === 200) {
-      const found = await answer.json();
+      const found = await answer.json(), named = (runs) => JSON.stringify(runs.map((run) => run.name));
+      if (named(found.runs) !== named(RUNS)) return void location.reload(); // a service has a new run
       version = found.version;
       CHARTS = found.charts;
       const place = scrollY;

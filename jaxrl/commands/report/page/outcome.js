@@ -56,7 +56,7 @@ function outcome(run) {
   const unscored = run.series["reward/failed"]?.[1].at(-1), of = run.series.completions?.[1].at(-1);
   const key = run.series.reward ? "reward" : run.series.loss ? "loss" : null, curve = run.series[key]?.[1];
   if (curve) found[key] = [brief(curve.at(-1)), key === "reward" && unscored ? `${unscored} of ${of} failed` : curve.length > 1 ? `from ${brief(curve[0])}` : ""];
-  found.steps = [String(run.last_step), `of ${run.config["train.steps"] ?? "?"}`];
+  found.steps = [String(run.last_step), run.config["train.steps"] == null ? "" : `of ${run.config["train.steps"]}`];
   if (run.seconds) found.time = [duration(run.seconds), "in steps"];
   if (speed) found["tokens/s"] = [Math.round(median(speed[1])).toLocaleString("en"), "median"];
   return found;

@@ -1,0 +1,32 @@
+"""The metrics of tenants' steps, for the page."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.service.history import History
+from jaxrl.service.wire import Batch, Datum
+
+
+def batch(count: int) -> Batch:
+    tokens = np.zeros(count, np.int32)
+    return Batch([Datum(tokens, tokens[:, None], {}, True)], "ppo", False)
+
+
+def test_a_step_has_the_sums_and_means_of_its_requests():
+    history = History()
+    for count, loss, divergence in ((3, 6.0, 0.1), (1, 2.0, 0.5)):
+        metrics = {"loss:sum": loss, "mismatch/k3_kl:mean": divergence}
+        history.computed("a", batch(count), metrics=metrics)
+    assert history.runs() == {}
+    history.stepped("a", {"grad_norm": 4.0})
+    history.computed("a", batch(2), metrics={"loss:sum": np.nan})
+    history.stepped("a", {"grad_norm": 5.0})
+    run = history.runs()["a"]
+    json.dumps(run, allow_nan=False)
+    series = run["series"]
+    assert (run["last_step"], history.version) == (2, 2)
+    assert series["grad_norm"] == [[1, 2], [4.0, 5.0]]
+    assert series["loss"] == [[1], [2.0]]
+    assert series["mismatch/k3_kl"] == [[1], pytest.approx([0.2])]
