@@ -194,6 +194,13 @@ def test_several_targets_per_token() -> None:
     compare(loss, ranks, data)
     with pytest.raises(ValueError, match="is empty"):
         prepare(read_graph(body_of(loss, ranks)[0]), [5], targets=1)
+    with pytest.raises(ValueError, match=r"GiB for one datum; 1 is allowed"):
+        prepare(read_graph(body_of(loss, ranks)[0]), [30000], targets=1000)
+
+    def pairs(logprobs):
+        return (logprobs[:, :, None] - logprobs[:, None]).square().sum(), {}
+
+    refused("a table of targets by targets", body_of(pairs, {"logprobs": 2})[0])
 
 
 def refused(match: str, body: bytes | str) -> None:

@@ -13,6 +13,7 @@ from jaxrl.service.sizes import power_of_two
 from jaxrl.service.uploaded.graph import Graph, compute
 from jaxrl.service.uploaded.values import Value
 
+_MOST_FLOATS = 1 << 28  # of one datum: data are computed one after the other
 _TRIAL_TARGETS = 64  # a request's own number is checked when it comes
 
 
@@ -43,9 +44,15 @@ def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Any:
     """Compiles the program for data of so many tokens, with `targets` per token.
 
     Raises:
-      ValueError: for a loss that does not fit so many targets.
+      ValueError: for a loss that does not fit so many targets, or takes too much memory with them.
     """
     length = power_of_two(max(max(counts), 64))
+    if (size := length * targets * len(graph.nodes)) > _MOST_FLOATS:
+        raise ValueError(
+            f"{max(counts)} tokens with {targets} targets each and {len(graph.nodes)} nodes of the "
+            f"uploaded loss may take {size / 2**28:.1f} GiB for one datum; 1 is allowed: give "
+            "fewer targets"
+        )
     return _compiled(graph, power_of_two(len(counts)), length, targets)
 
 

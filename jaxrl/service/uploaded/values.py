@@ -89,6 +89,8 @@ def joined(values: Sequence[Value]) -> tuple[int | str, ...]:
         found.append(next(iter(sizes), 1))
     if sum(isinstance(size, str) for size in found) > 1:
         raise ValueError(f"shapes {shown(values)} make a table of tokens by tokens")
+    if sum(isinstance(size, int) and size > 1 for size in found) > 1:
+        raise ValueError(f"shapes {shown(values)} make a table of targets by targets")
     return tuple(found)
 
 
