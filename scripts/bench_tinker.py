@@ -1,5 +1,5 @@
 """Measures tokens/s of `jaxrl tinker`, through the official client, beside the library's own step
-and sampler with the same adapters and model, alternately, as JSON lines.
+and sampler with the same adapters and model, all alternately, as JSON lines.
 
 python scripts/bench_tinker.py --shapes S --tenants 1 4 16 [--precision bf16_master]
 
@@ -76,7 +76,7 @@ def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run,
 
 
 @contextmanager
-def served(shape: str, precision: str, *, rows: int) -> Iterator[tinker.ServiceClient]:
+def served(shape: str, precision: str, *, rows: int, slots: int) -> Iterator[tinker.ServiceClient]:
     """Starts a service of a random model; yields a client."""
     with tempfile.TemporaryDirectory() as made:
         model, _ = peers.write_material(Path(made), shape)
@@ -84,6 +84,7 @@ def served(shape: str, precision: str, *, rows: int) -> Iterator[tinker.ServiceC
         command += ["--precision", precision, "--name", "model", "--state_dir", f"{made}/state"]
         # A row of the service ends with padding.
         command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
+        command += ["--slots", str(slots)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         try:
             assert process.stdout is not None
@@ -153,18 +154,20 @@ def main() -> None:
     for shape in args.shapes:
         config = SHAPES[shape]
         train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
-        with served(shape, args.precision, rows=args.rows) as service:
-            for tenants in args.tenants:
-                through = through_service(service, config, tenants=tenants)
-                for work, mine, theirs, tokens in (
-                    ("forward_backward and optim_step", through[0], train, SEQUENCES * LENGTH),
-                    ("sample", through[1], sample, SEQUENCES * ANSWER),
-                ):
-                    runs = {"service": mine, "library": theirs}
-                    seconds = alternate(runs, repetitions=args.repetitions)
-                    row = {"shape": shape, "work": work, "tenants": tenants, "rank": RANK}
+        slots = sum(args.tenants)
+        with served(shape, args.precision, rows=args.rows, slots=slots) as service:
+            through = [through_service(service, config, tenants=n) for n in args.tenants]
+            for work, place, theirs, tokens in (
+                ("forward_backward and optim_step", 0, train, SEQUENCES * LENGTH),
+                ("sample", 1, sample, SEQUENCES * ANSWER),
+            ):
+                runs = {str(n): one[place] for n, one in zip(args.tenants, through, strict=True)}
+                seconds = alternate({"library": theirs, **runs}, repetitions=args.repetitions)
+                for name in runs:
+                    row = {"shape": shape, "work": work, "tenants": int(name), "rank": RANK}
                     row |= {"precision": args.precision, "sequences": SEQUENCES}
-                    write(row | compared(seconds, tokens=tokens, ours="service"), args.out)
+                    two = {"service": seconds[name], "library": seconds["library"]}
+                    write(row | compared(two, tokens=tokens, ours="service"), args.out)
 
 
 if __name__ == "__main__":
