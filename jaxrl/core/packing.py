@@ -7,7 +7,7 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until
 from jaxrl.core.runs import bound_runs, most_sequences, reserves_by_run
 from jaxrl.sharding.transfer import place
 
+_Places = TypeVar("_Places", int, np.ndarray)
+
 
 class Alignment(NamedTuple):
     """Layout of sequences within a row."""
@@ -27,11 +29,12 @@ class Alignment(NamedTuple):
     block: int  # a sequence that would cross a multiple of this begins at one
     shared: bool = False  # prefixes that prompts share are written once, see `prefixes`
 
-    def begin(self, free: int, length: int) -> int:
-        """Returns the first place for a sequence in a row that is free from `free` on."""
+    def begin(self, free: _Places, length: int) -> _Places:
+        """Returns the first place for a sequence in a row that is free from `free` on; of several
+        rows, if `free` is an array."""
         begin = -(-free // self.start) * self.start
         crosses = begin // self.block != (begin + length - 1) // self.block
-        return -(-begin // self.block) * self.block if crosses else begin
+        return begin + crosses * (-begin % self.block)
 
 
 ANYWHERE = Alignment(start=1, block=2**62)
@@ -228,7 +231,8 @@ def assign_rows(
       ValueError: if a sequence is longer than a row; the message names it.
     """
     rows: list[list[int]] = []
-    free: list[int] = []  # where the free part of each row begins
+    free = np.zeros(len(lengths), np.int64)  # where the free part of each row begins
+    held = np.zeros(len(lengths), np.int64)  # sequences of each row
     limit = len(lengths) if most is None else most
     # The longest first: short sequences then fill the gaps, not the other way round.
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -237,16 +241,14 @@ def assign_rows(
                 f"sequence {i} has {lengths[i]} tokens but a row holds {row_length}; raise "
                 "the row length or shorten prompts and completions"
             )
-        ends = (align.begin(start, lengths[i]) + lengths[i] for start in free)
-        row = next(
-            (r for r, end in enumerate(ends) if end <= row_length and len(rows[r]) < limit),
-            len(rows),
-        )
+        ends = align.begin(free[: len(rows)], lengths[i]) + lengths[i]
+        fits = (ends <= row_length) & (held[: len(rows)] < limit)
+        row = int(fits.argmax()) if fits.any() else len(rows)
         if row == len(rows):
             rows.append([])
-            free.append(0)
         rows[row].append(i)
-        free[row] = align.begin(free[row], lengths[i]) + lengths[i]
+        free[row] = align.begin(int(free[row]), lengths[i]) + lengths[i]
+        held[row] += 1
     return rows
 
 
@@ -294,7 +296,7 @@ def pack(
         "advantages": advantages,
         "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
         # A reward that failed is NaN. No term may see it, not even times a mask of 0.
-        "rewards": [np.nan_to_num(rollout.reward) for rollout in rollouts],
+        "rewards": np.nan_to_num([rollout.reward for rollout in rollouts]),
     }
     sent = next((r.experts.shape[1:] for r in rollouts if r.experts is not None), None)
     arrays: dict[str, Any] = {

@@ -7,7 +7,15 @@ from hypothesis import given, settings, strategies as st
 
 from jaxrl.core import packing
 from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
-from jaxrl.core.packing import MinibatchShape, assign_rows, pack, pack_minibatch, plan_rows, unpack
+from jaxrl.core.packing import (
+    Alignment,
+    MinibatchShape,
+    assign_rows,
+    pack,
+    pack_minibatch,
+    plan_rows,
+    unpack,
+)
 from jaxrl.core.runs import Runs
 
 ROW = 12
@@ -48,6 +56,25 @@ def test_assign_rows_keeps_the_order_of_ties():
     assert assign_rows([6, 6, 6, 6], row_length=12) == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="sequence 1 has 13 tokens but a row holds 12"):
         assign_rows([1, 13], row_length=12)
+
+
+@quick
+@given(
+    st.lists(st.integers(1, ROW), max_size=30),
+    st.sampled_from([(1, 2**62), (2, 4), (3, 6), (1, 5)]),
+    st.integers(1, 4),
+)
+def test_assign_rows_takes_the_first_row_with_room(lengths, places, most):
+    align = Alignment(*places)
+    rows = assign_rows(lengths, row_length=ROW, align=align, most=most)
+    ends: list[list[int]] = []  # of the sequences of each row
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        tried = [align.begin(row[-1], lengths[i]) + lengths[i] for row in ends]
+        room = [end <= ROW and len(row) < most for end, row in zip(tried, ends, strict=True)]
+        row = room.index(True) if any(room) else len(ends)
+        assert i in rows[row]
+        ends = ends if any(room) else [*ends, []]
+        ends[row].append(tried[row] if any(room) else lengths[i])
 
 
 @quick

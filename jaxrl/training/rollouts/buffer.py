@@ -6,6 +6,9 @@ It has no threads or locks; `jaxrl.training.rollouts.stream` has.
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+import numpy as np
 
 from jaxrl.config.sampler import Order
 from jaxrl.core import Rollout, by_group
@@ -20,6 +23,22 @@ class Counts:
     trained: int = 0  # handed to the learner
     stale: int = 0  # dropped because their policy was too old
     zero_variance: int = 0  # dropped by dynamic sampling because their rewards were equal
+
+
+class _Group(NamedTuple):
+    """A group that waits, with what each look at the buffer asks of it."""
+
+    rollouts: list[Rollout]
+    oldest: int  # of the versions of its tokens
+    newest: int
+    informative: bool  # see `dynamic_sampling`
+
+    @classmethod
+    def of(cls, rollouts: list[Rollout]) -> Self:
+        never = np.iinfo(np.int32).max  # without tokens, as in an episode that could not begin
+        oldest = min(int(r.version.min(initial=never)) for r in rollouts)
+        newest = max(int(r.version.max(initial=0)) for r in rollouts)
+        return cls(rollouts, oldest, newest, bool(dynamic_sampling.informative(rollouts)))
 
 
 class Buffer:
@@ -50,7 +69,7 @@ class Buffer:
         self._zero_variance_per_batch = self._zero_variance_left = zero_variance_per_batch
         self._again: deque[int] = deque()
         self._running: set[int] = set()
-        self._waiting: dict[int, list[Rollout]] = {}  # in the order in which they finished
+        self._waiting: dict[int, _Group] = {}  # in the order in which they finished
 
     @property
     def running(self) -> list[int]:
@@ -60,11 +79,11 @@ class Buffer:
     @property
     def waiting(self) -> list[Rollout]:
         """Rollouts that wait for the learner, group by group."""
-        return [r for group in self._waiting.values() for r in group]
+        return [r for group in self._waiting.values() for r in group.rollouts]
 
     def restore(self, rollouts: Iterable[Rollout], running: Iterable[int]) -> None:
         """Restores `waiting` and `running`; running groups are sampled again before new ones."""
-        self._waiting = by_group(rollouts)
+        self._waiting = {n: _Group.of(group) for n, group in by_group(rollouts).items()}
         self._again = deque(running)
 
     def begin(self, *, next_number: int, step: int, most: int) -> list[int]:
@@ -84,7 +103,7 @@ class Buffer:
     def finish(self, number: int, rollouts: list[Rollout]) -> None:
         """Stores a group with its rewards until the learner takes it."""
         self._running.remove(number)
-        self._waiting[number] = rollouts
+        self._waiting[number] = _Group.of(rollouts)
         self.counts.sampled += 1
 
     def take(self, *, step: int) -> list[Rollout] | None:
@@ -95,10 +114,11 @@ class Buffer:
           RuntimeError: for a group that was sampled by a policy newer than the learner's.
         """
         self._drop_stale(step=step)
+        if len(self._waiting) < self._batch and not self._zero_variance_left:
+            return None
         chosen: list[int] = []
         for number in self._next():
-            group = self._waiting[number]
-            if self._zero_variance_left and not dynamic_sampling.informative(group):
+            if self._zero_variance_left and not self._waiting[number].informative:
                 self._zero_variance_left -= 1
                 self.counts.zero_variance += 1
                 del self._waiting[number]
@@ -107,7 +127,7 @@ class Buffer:
             if len(chosen) == self._batch:
                 self._zero_variance_left = self._zero_variance_per_batch
                 self.counts.trained += len(chosen)
-                return [r for n in chosen for r in self._waiting.pop(n)]
+                return [r for n in chosen for r in self._waiting.pop(n).rollouts]
         return None
 
     def _next(self) -> list[int]:
@@ -118,9 +138,10 @@ class Buffer:
         return sorted(number for number in self._waiting if number < first)
 
     def _drop_stale(self, *, step: int) -> None:
-        for number, rollouts in list(self._waiting.items()):
-            check_versions(rollouts, step=step)
-            if max(staleness(rollouts, step=step)) > self._max_staleness:
+        for number, group in list(self._waiting.items()):
+            if group.newest > step:
+                check_versions(group.rollouts, step=step)
+            if step - group.oldest > self._max_staleness:
                 self.counts.stale += 1
                 del self._waiting[number]
 

@@ -25,6 +25,8 @@ from jaxrl.training.rollouts.score import (
 )
 from jaxrl.training.timing import Numbers, clock
 
+_READ = 256  # completions of a step, at most, whose texts are searched for marks of format
+
 
 class RolloutBatch(NamedTuple):
     """The rollouts of a step, with their rewards."""
@@ -98,7 +100,8 @@ def _interleaved(*parts: Sequence[Rollout]) -> list[Rollout]:
 
 def step_metrics(rollouts: RolloutBatch, numbers: Numbers, *, tokenizer: Tokenizer) -> Numbers:
     """Returns all metrics of a step: `numbers`, and lengths, throughput, diversity and format."""
-    chosen = [r.completion[r.action_mask] for r in rollouts.sampled]
+    read = range(0, len(rollouts.sampled), -(-len(rollouts.sampled) // _READ))
+    chosen = [r.completion[r.action_mask] for r in map(rollouts.sampled.__getitem__, read)]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in chosen]
     lengths = np.array([len(r.completion) for r in rollouts.sampled])
     tokens = sum(r.length for r in rollouts.batch)
