@@ -16,6 +16,7 @@ from jaxrl.builders.learner import Learning
 from jaxrl.config.bucket import local_directory
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts, Metrics, Minibatch, Rollout, merge, to_floats
+from jaxrl.fleet.workers import fleet_numbers
 from jaxrl.learner import State, applied_steps
 from jaxrl.tracking.profile import Profile, explain_no_trace
 from jaxrl.training.absorbed import absorbed_note
@@ -123,7 +124,8 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
                 if run.judge is not None:
                     with clock(seconds, "time/judge"):
                         judged = run.judge.compare(progress.step, rollouts.sampled)
-            numbers = run.hosts.share(rollouts.numbers | learned | published | judged | seconds)
+            measured = rollouts.numbers | learned | published | judged | seconds
+            numbers = run.hosts.share(measured | fleet_numbers())
             if note := absorbed_note(numbers, run.tracker.history, precision=config.precision):
                 run.tracker.note(note)
             run.tracker.log(progress.step, step_metrics(rollouts, numbers, tokenizer=tokenizer))

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "run vLLM servers that accept weights from a learner",
     "tinker": "serve a model to clients of the Tinker API, which train it",
     "export": "write a checkpoint as a Hugging Face model",
+    "fleet": "change the number of workers of a run on a cluster",
     "watch": "follow a run from another terminal",
     "report": "write an HTML page about one or more runs",
     "losses": "list the algorithms with their formulas and parameters",

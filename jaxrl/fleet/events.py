@@ -42,16 +42,18 @@ def summary(entries: Sequence[dict[str, Any]]) -> str | None:
     begun = next((entry for entry in entries if entry["event"] == "asked"), None)
     if begun is None:
         return None
-    down, deaths = set[str](), 0
+    down, deaths, resized = set[str](), 0, ""
     for entry in entries:
         if entry["event"] == "died":
             down.add(entry["part"])
             deaths += 1
         elif entry["event"] == ("ready" if entry["part"].startswith("server") else "started"):
             down.discard(entry["part"])
+        elif entry["event"] == "resized":
+            resized = f"; {entry.get('workers')} workers asked for since"
     lost = f"; down: {', '.join(sorted(down))}" if down else ""
     plural = "s" * (deaths != 1)
-    return f"fleet: {begun.get('text')}; {deaths} death{plural}{lost}"
+    return f"fleet: {begun.get('text')}{resized}; {deaths} death{plural}{lost}"
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from jaxrl.fleet.engine import Cluster, connect, import_ray
 from jaxrl.fleet.events import Events, followed
 from jaxrl.fleet.membership import Membership
 from jaxrl.fleet.placement import Slots, UnplacedError, reserved, unplaced
+from jaxrl.fleet.pool import Pool
 from jaxrl.fleet.request import LEARNER, SERVER, WORKER, requests, text_of
 from jaxrl.fleet.servers import Servers
 from jaxrl.fleet.signals import InterruptedFleetError, Signals
-from jaxrl.fleet.worker import Worker
-from jaxrl.fleet.workers import worker_name
+from jaxrl.fleet.wanted import Wanted
 
 _POLL = 0.5  # seconds between two looks for a signal
 _GRACE = 60.0  # seconds in which the hosts of a broken gang end by themselves, as [hosts] promises
@@ -102,6 +102,13 @@ class _Fleet:
         self._slots, self._events, self._signals = slots, events, signals
         self._directory = Path.cwd()
         self._logs = (self._directory / config.run_dir / "logs").absolute()
+        self._workers = Pool(
+            config.fleet,
+            slots.get(WORKER, ()),
+            directory=self._directory,
+            wanted=Wanted(self._logs.parent),
+            events=events,
+        )
         self._servers = Servers(
             config, slots.get(SERVER, ()), directory=self._directory, events=events
         )
@@ -111,16 +118,15 @@ class _Fleet:
 
     def run(self, cluster: Cluster, namespace: str) -> int:
         """Runs the learner to its end; returns the exit status."""
-        c, workers = self._config.fleet, self._start_workers()
-        member = Membership(cluster.address, namespace, len(workers))
+        c = self._config.fleet
+        member = Membership(cluster.address, namespace, len(self._workers))
         try:
             for start in range(c.restarts + 1):
                 gang = self._run_gang(self._variables | member.variables())
                 died = gang.died() or self._without_servers(gang)
                 if died is None or self._signals.received:
                     return self._status(gang)
-                for worker in workers:  # what they play is of the learner that has ended
-                    import_ray().kill(worker, no_restart=False)
+                self._workers.restart()
                 again = f"restart {start + 1} of {c.restarts}, from the last checkpoint"
                 self._events.note(f"{died}; {again}" if start < c.restarts else died)
             raise RuntimeError(
@@ -129,8 +135,7 @@ class _Fleet:
             )
         finally:
             self._servers.close()
-            for worker in workers:
-                import_ray().kill(worker)
+            self._workers.close()
 
     def _without_servers(self, gang: _Gang) -> str | None:
         """Describes the end of a learner whose servers had all died; None for another end."""
@@ -143,15 +148,6 @@ class _Fleet:
         if status < 0 or (self._signals.received and not status):
             return 128 + (self._signals.received[0] if self._signals.received else -status)
         return status
-
-    def _start_workers(self) -> list[Any]:
-        path = [str(self._directory), *filter(None, sys.path)]
-        made = []
-        for index, slot in enumerate(self._slots.get(WORKER, ())):
-            kind = slot.actor(Worker, name=worker_name(index), max_restarts=-1, max_task_retries=0)
-            processors = max(1, math.ceil(slot.resources.get("CPU", 1)))
-            made.append(kind.remote(str(self._directory), path, processors=processors))
-        return made
 
     def _run_gang(self, variables: Mapping[str, str]) -> _Gang:
         """Starts the learner on all of its hosts, and waits until all have ended."""
@@ -196,6 +192,7 @@ class _Fleet:
                     if ends[i] != 0 and until == math.inf:
                         until = time.monotonic() + _GRACE
             self._servers.look(ready)
+            self._workers.look()
             if time.monotonic() > until and not stopped:
                 stopped = frozenset(running.values())
                 for i in stopped:

@@ -5,12 +5,14 @@ worker again elsewhere.
 """
 
 import atexit
+import contextlib
 import functools
+import math
 import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -19,11 +21,13 @@ from jaxrl.fleet.engine import connect, import_ray
 from jaxrl.fleet.membership import Membership, membership
 from jaxrl.fleet.worker import Raised
 
+_NAME = "worker-"
 _TRIES = 3  # workers that may die of a call that is alone on them
 _SHARED = 2  # deaths of workers that also had other calls, after which a call is made alone
 _PATIENCE = 300.0  # seconds without any worker
 _POLL = 1.0  # seconds between two looks at the workers
 _SILENT = 120.0  # seconds after which a worker that does not answer is ended
+_FOUND = 5.0  # seconds between two looks for workers that were added or removed
 _ASKED = 20.0  # seconds between two questions to a busy worker
 
 
@@ -64,13 +68,17 @@ class Workers:
     alone, its result is `Died`.
     """
 
-    def __init__(self, actors: Sequence[Any], *, restart: Callable[[Any], None]) -> None:
-        """`actors` have the methods of `fleet.worker.Worker`; `restart` ends one and starts it
-        again."""
-        self.slots = 1  # calls that a worker makes at the same time
-        self._workers, self._restart = [_Worker(actor) for actor in actors], restart
+    def __init__(
+        self, find: Callable[[], Mapping[str, Any]], *, restart: Callable[[Any], None]
+    ) -> None:
+        """`find` returns the actors that are there now, by their names; they have the methods of
+        `fleet.worker.Worker`. `restart` ends one and starts it again."""
+        self.together = 0  # calls at the same time, of all workers; each makes at least one
+        self._find, self._restart = find, restart
+        self._workers, self._found = {n: _Worker(a) for n, a in find().items()}, time.monotonic()
         self._waiting: deque[_Call] = deque()
         self._events = SimpleQueue[Callable[[], None]]()
+        self._deaths = 0
         self._numbers, self._alive, self._looked = 0, time.monotonic(), 0.0
         self._open, self._failure = True, "none is known"  # the last one of a worker
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
@@ -78,8 +86,20 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Number of workers."""
-        return len(self._workers)
+        """Number of workers, at least one."""
+        return max(1, len(self._workers))
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the present state as metrics: "fleet/workers", those that answer; "fleet/calls"
+        that they make; "fleet/waiting", calls that wait for room; "fleet/deaths" of workers since
+        the process started."""
+        workers = [*self._workers.values()]
+        return {
+            "fleet/workers": float(sum(one.ready for one in workers)),
+            "fleet/calls": float(sum(len(one.calls) for one in workers)),
+            "fleet/waiting": float(len(self._waiting)),
+            "fleet/deaths": float(self._deaths),
+        }
 
     def submit(
         self, function: Callable[..., Any], *arguments: Any, tries: int = _TRIES
@@ -126,9 +146,10 @@ class Workers:
 
     def _room(self, call: _Call) -> _Worker | None:
         """Returns the worker with the fewest calls; a suspect call gets one without any."""
-        ready = [one for one in self._workers if one.ready]
+        ready = [one for one in self._workers.values() if one.ready]
         if not call.suspect:
-            free = [one for one in ready if not one.reserved and len(one.calls) < self.slots]
+            slots = max(1, math.ceil(self.together / self.count))
+            free = [one for one in ready if not one.reserved and len(one.calls) < slots]
             return min(free, key=lambda one: len(one.calls), default=None)
         chosen = min(ready, key=lambda one: (not one.reserved, len(one.calls)), default=None)
         if chosen is None or chosen.calls:
@@ -164,6 +185,7 @@ class Workers:
     def _lost(self, worker: _Worker, how: str) -> None:
         """Puts the calls of a dead worker first in the queue, and asks until it is back."""
         calls = [*worker.calls.values()]
+        self._deaths += worker.ready
         worker.calls.clear()
         worker.ready = worker.reserved = False
         worker.asked, worker.next = None, time.monotonic() + _POLL
@@ -181,21 +203,33 @@ class Workers:
     def _look(self) -> None:
         """Asks workers if they are there, and ends those that are silent."""
         self._looked = now = time.monotonic()
-        for worker in self._workers:
+        if now - self._found > _FOUND:
+            self._found = now
+            with contextlib.suppress(Exception):  # a busy cluster is asked again at the next look
+                self._follow(self._find())
+        for worker in self._workers.values():
             if worker.asked is not None and now - worker.asked > _SILENT and worker.ready:
                 self._restart(worker.actor)
                 self._lost(worker, f"did not answer for {_SILENT:.0f} s")
             elif worker.asked is None and now >= worker.next and (worker.calls or not worker.ready):
                 self._ask(worker)
-        if any(worker.ready for worker in self._workers) or not self._waiting:
+        if any(worker.ready for worker in self._workers.values()) or not self._waiting:
             self._alive = now
         elif now - self._alive > _PATIENCE:
             error = RuntimeError(
-                f"none of the {self.count} workers of the fleet has been there for "
+                f"none of the {len(self._workers)} workers of the fleet has been there for "
                 f"{_PATIENCE:.0f} s; the last failure: {self._failure:.1000}"
             )
             while self._waiting:
                 self._waiting.popleft().future.set_exception(error)
+
+    def _follow(self, actors: Mapping[str, Any]) -> None:
+        """Takes new workers in; others make the calls of those that are gone."""
+        for name in self._workers.keys() - actors.keys():
+            self._deaths -= self._workers[name].ready  # nothing died
+            self._lost(self._workers.pop(name), "was removed")
+        added = {n: _Worker(a) for n, a in actors.items() if n not in self._workers}
+        self._workers = self._workers | added
 
     def _ask(self, worker: _Worker) -> None:
         if worker.asked is not None:
@@ -222,7 +256,7 @@ def _first_line(error: BaseException) -> str:
 
 def worker_name(index: int) -> str:
     """Returns the name under which Ray knows a worker."""
-    return f"worker-{index}"
+    return f"{_NAME}{index}"
 
 
 def fleet_workers() -> Workers | None:
@@ -232,16 +266,31 @@ def fleet_workers() -> Workers | None:
     return None if fleet is None or not fleet.workers else find_workers(fleet)
 
 
+def fleet_numbers() -> dict[str, float]:
+    """Returns `Workers.numbers` of this process's fleet; none without workers."""
+    workers = fleet_workers()
+    return {} if workers is None else workers.numbers()
+
+
 @functools.cache
 def find_workers(fleet: Membership) -> Workers:
     """Connects to the workers of a fleet; raises RuntimeError if its cluster cannot be reached."""
     ray = import_ray()
     if not ray.is_initialized():
         connect(namespace=fleet.namespace, address=fleet.address)
-    names = map(worker_name, range(fleet.workers))
     made = Workers(
-        [ray.get_actor(name, namespace=fleet.namespace) for name in names],
+        functools.partial(_actors, fleet.namespace),
         restart=lambda actor: ray.kill(actor, no_restart=False),
     )
     atexit.register(made.close)  # before Ray's own: a call would connect this process again
     return made
+
+
+def _actors(namespace: str) -> dict[str, Any]:
+    """Returns the workers of a fleet by their names."""
+    ray, found = import_ray(), dict[str, Any]()
+    for name in ray.util.list_named_actors():
+        if name.startswith(_NAME):
+            with contextlib.suppress(ValueError):  # it has just been removed
+                found[name] = ray.get_actor(name, namespace=namespace)
+    return found

@@ -25,6 +25,9 @@ DISPLAYED = (
     ("gradient norm", "grad_norm", "{:.3f}"),
     ("completion length", "completion_length", "{:.1f}"),
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("workers", "fleet/workers", "{:,.0f}"),
+    ("calls that wait for them", "fleet/waiting", "{:,.0f}"),
+    ("deaths of workers", "fleet/deaths", "{:,.0f}"),
 )
 
 # Metrics that count the failures behind a displayed one.

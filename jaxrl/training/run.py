@@ -1,6 +1,5 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
-import math
 import pickle
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +43,7 @@ from jaxrl.training.judge import Judge
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
 from jaxrl.training.rollouts.collect import RolloutSource, prompts_at
-from jaxrl.training.rollouts.groups import GroupWorkers, slots
+from jaxrl.training.rollouts.groups import GroupWorkers
 from jaxrl.training.rollouts.play import Setup, play, try_in_worker
 from jaxrl.training.run_directory import check_config, compare_config, open_run_tracker
 
@@ -186,15 +185,14 @@ def _group_workers(
     connection = serving.connection
     if workers is None or connection is None or not isinstance(serving.sampler, VllmSampler):
         return None
-    workers.slots = slots(config, servers=len(connection.urls), workers=workers.count)
-    setup = Setup(
-        config,
-        connection,
-        dict(weights),
-        requests=max(1, math.ceil(config.sampler.max_requests / workers.count)),
-    )
     return GroupWorkers(
-        workers, play, setup=pickle.dumps(setup), sampler=serving.sampler, weights=weights
+        workers,
+        play,
+        setup=pickle.dumps(Setup(config, connection, dict(weights))),
+        sampler=serving.sampler,
+        weights=weights,
+        max_requests=config.sampler.max_requests,
+        servers=len(connection.urls),
     )
 
 

@@ -82,8 +82,8 @@ def kill(number: int) -> int:
 
 def start(count: int, *, slots: int) -> tuple[list[Actor], Workers]:
     actors = [Actor() for _ in range(count)]
-    workers = Workers(actors, restart=Actor.die)
-    workers.slots = slots
+    workers = Workers(lambda: dict(zip("abcdef", actors, strict=False)), restart=Actor.die)
+    workers.together = slots * count
     return actors, workers
 
 
@@ -100,6 +100,7 @@ def test_calls_survive_those_that_end_their_workers(monkeypatch):
     assert max(actor.most for actor in actors) <= 4
     # Two deaths in company, then three alone; both may be in the same company.
     assert 8 <= sum(actor.deaths for actor in actors) <= 10
+    assert 6 <= workers.numbers()["fleet/deaths"] <= sum(actor.deaths for actor in actors)
 
 
 def test_error_is_raised_here_and_a_cancelled_call_is_not_made():
@@ -133,3 +134,26 @@ def test_no_worker_for_long_is_an_error_with_the_last_failure(monkeypatch):
     actors[0].silent = True
     with pytest.raises(RuntimeError, match="none of the 1 workers of the fleet has been there"):
         workers.submit(double, 1).result(SECONDS)
+
+
+def test_workers_may_come_and_go_while_calls_run(monkeypatch):
+    for name, value in {"_POLL": 0.02, "_FOUND": 0.05}.items():
+        monkeypatch.setattr(module, name, value)
+    actors, workers = start(1, slots=2)
+    calls = [workers.submit(double, i) for i in range(40)]
+    assert calls[0].result(SECONDS) == 0
+    actors.append(Actor())
+    while not (workers.count == 2 and actors[1].most):
+        calls.append(workers.submit(double, len(calls)))
+        time.sleep(0.005)
+    assert not wait_for(calls, SECONDS).not_done
+    held = [workers.submit(time.sleep, 0.5) for _ in range(2)]
+    while not (actors[0].running and actors[1].running):
+        time.sleep(0.001)
+    gone = actors.pop()
+    workers._find = lambda: {"a": actors[0]}
+    gone.silent = True  # its call never ends, and is made by the other
+    assert not wait_for(held, SECONDS).not_done
+    assert [call.result() for call in calls] == [2 * i for i in range(len(calls))]
+    assert workers.count == 1
+    assert workers.numbers()["fleet/deaths"] == workers.numbers()["fleet/calls"] == 0

@@ -86,11 +86,12 @@ def learners(run_dir: Path) -> list[psutil.Process]:
 
 
 def kill_after(step: int, run_dir: Path) -> threading.Thread:
-    """Kills a learner host once a step is done."""
+    """Asks for three workers and kills a learner host once a step is done."""
 
     def work() -> None:
         while len(read_metrics(run_dir / "metrics.jsonl")) < step:
             time.sleep(0.05)
+        assert main(["fleet", str(run_dir), "--workers", "3"]) == 0
         os.kill(learners(run_dir)[-1].pid, signal.SIGKILL)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -109,6 +110,8 @@ def test_run_with_deaths_equals_the_run_without_a_fleet(tmp_path, in_cluster, ca
     assert "model: " in said.out
     assert "died (killed by signal 9); restart 1 of 3" in said.err
     assert events(tmp_path / "fleet").count(("learner 0", "started")) == 2
+    assert events(tmp_path / "fleet").count(("worker 2", "started")) == 1
+    assert "3 workers asked for, 2 before" in said.err
     assert (tmp_path / "mark").exists()
     assert not learners(tmp_path / "fleet")
 

@@ -79,7 +79,9 @@ def test_summary_counts_deaths_and_names_what_is_down():
     entries += [{"part": "server 1", "event": "started"}]
     assert summary(entries) == "fleet: 2 servers; 2 deaths; down: server 0, server 1"
     entries += [{"part": "server 1", "event": "ready"}]
-    assert summary(entries) == "fleet: 2 servers; 2 deaths; down: server 0"
+    entries += [{"part": "fleet", "event": "resized", "workers": 3}]
+    text = "fleet: 2 servers; 3 workers asked for since; 2 deaths; down: server 0"
+    assert summary(entries) == text
 
 
 def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -133,6 +134,25 @@ def test_costly_rewards_run_side_by_side(workers, tmp_path, tmp_path_factory):
         if any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans)):
             return  # one worker makes one call after another
     pytest.fail("no two calls ran at the same time")
+
+
+def test_worker_that_is_added_takes_load_until_it_is_removed(workers):
+    def seen(*, until):
+        found, late = set(), time.monotonic() + 60
+        while not until(found):
+            assert time.monotonic() < late, (found, workers.count)
+            calls = [workers.submit(os.getpid) for _ in range(8)]
+            found |= {call.result() for call in calls}
+            time.sleep(0.05)
+        return found
+
+    before = seen(until=lambda found: len(found) >= 2)
+    options = {"name": worker_name(2), "num_cpus": 0, "max_restarts": -1}
+    added = ray.remote(Worker).options(**options).remote(os.getcwd(), [], processors=1)
+    after = seen(until=lambda found: found - before and workers.count == 3)
+    assert after - before
+    ray.kill(added)
+    seen(until=lambda found: workers.count == 2)
 
 
 def test_function_that_cannot_be_loaded_is_named(workers, tmp_path_factory):

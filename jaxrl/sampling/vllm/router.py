@@ -65,7 +65,7 @@ class Router:
             raise ValueError("urls is empty; give the address of at least one server")
         self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
         self._current = self._healthy = set(urls)
-        self._max_requests, self._affinity_margin = max_requests, max(1, max_requests // 8)
+        self._max_requests = max_requests
         self._timeout = timeout
         self._loads: Counter[str] = Counter()
         self._sockets = {url: weakref.WeakSet[socket.socket]() for url in urls}
@@ -129,6 +129,12 @@ class Router:
             self._affinity.clear()
             self._changed.notify_all()
             self._shut(self._clients.keys() - self._current)
+
+    def limit(self, max_requests: int) -> None:
+        """Sends at most so many requests to each server at the same time from now on."""
+        with self._changed:
+            self._max_requests = max_requests
+            self._changed.notify_all()
 
     def abort(self) -> None:
         """Closes all connections, so that servers abort their requests and waiting calls fail."""
@@ -202,7 +208,7 @@ class Router:
     def _select(self, free: Sequence[str], keys: Sequence[Hashable]) -> str:
         """Returns the server with the request's prefix, or the least-loaded one, in rotation."""
         preferred = self._affinity.get(keys[0]) if keys else None
-        limit = min(self._loads[url] for url in free) + self._affinity_margin
+        limit = min(self._loads[url] for url in free) + max(1, self._max_requests // 8)
         if preferred is not None and preferred in free and self._loads[preferred] <= limit:
             return preferred
         return min(free, key=lambda url: (self._loads[url], self._last_used[url]))

@@ -113,6 +113,11 @@ class VllmSampler(VllmScorer, Sampler):
         self._used = {"version": version, "urls": urls, "adapter": adapter, "session": session}
         self._served = Served(version, adapter, session)
 
+    def limit(self, max_requests: int) -> None:
+        """Sends at most so many requests to each server at the same time from now on; no more than
+        the client was made for."""
+        self._router.limit(max_requests)
+
     def sample_turns(self, turns: Sequence[Turn], params: SamplingParams) -> Iterator[Completion]:
         """See `Sampler.sample_turns`. Consecutive turns with the same context are one request.
 

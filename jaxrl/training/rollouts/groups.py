@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.config.training import Config
 from jaxrl.core import Episode, Rollout
 from jaxrl.data import Example
 from jaxrl.fleet.workers import Died, Workers
@@ -29,8 +28,9 @@ class Group(NamedTuple):
 class Servers(NamedTuple):
     """The servers to sample from."""
 
-    number: int  # of the publish, since the process started
+    number: int  # of the change, since the process started
     used: Mapping[str, Any]  # arguments of `VllmSampler.use_version`
+    requests: int  # of a worker at the same time, to each server
 
 
 class Played(NamedTuple):
@@ -59,11 +59,15 @@ class GroupWorkers:
         setup: bytes,
         sampler: VllmSampler,
         weights: Mapping[str, float],
+        max_requests: int,
+        servers: int,
     ) -> None:
-        """`sampler` knows the servers' present weights; `weights` are those of the reward."""
+        """`sampler` knows the servers' present weights; `weights` are those of the reward. All
+        workers together keep `max_requests` requests at each of so many `servers`."""
+        workers.together = max_requests * servers
         self._workers, self._play, self._setup = workers, play, setup
         self._sampler, self._weights = sampler, weights
-        self._servers = Servers(0, {})
+        self._servers, self._max_requests = Servers(0, {}, 0), max_requests
 
     def submit(
         self,
@@ -77,8 +81,10 @@ class GroupWorkers:
     ) -> "Future[Any]":
         """Has a group played; returns the future for `played`, which raises what the sampler raises
         in the worker."""
-        if self._sampler.used != self._servers.used:
-            self._servers = Servers(self._servers.number + 1, self._sampler.used)
+        changes, *known = self._servers
+        present = (self._sampler.used, math.ceil(self._max_requests / self._workers.count))
+        if present != tuple(known):
+            self._servers = Servers(changes + 1, *present)
         plain = dataclasses.replace(params, stop_texts=None)
         group = Group(number, example, index, plain, size, scored)
         return self._workers.submit(self._play, self._setup, self._servers, group)
@@ -117,9 +123,3 @@ class GroupWorkers:
         finally:
             for future in futures:
                 future.cancel()
-
-
-def slots(config: Config, *, servers: int, workers: int) -> int:
-    """Returns the number of groups that a worker plays at the same time, so that all together keep
-    `sampler.max_requests` requests at each server."""
-    return max(1, math.ceil(config.sampler.max_requests * max(1, servers) / workers))

@@ -27,7 +27,6 @@ class Setup(NamedTuple):
     config: Config
     connection: Connection
     weights: Mapping[str, float]  # of the parts of the reward
-    requests: int  # at the same time, to each server
 
 
 def play(setup: bytes, servers: Servers, group: Group) -> Played:
@@ -62,17 +61,18 @@ class _Player:
 
     def __init__(self, setup: Setup) -> None:
         self.sampler: VllmSampler = setup.connection.open(
-            first=os.getpid(), max_requests=setup.requests
+            first=os.getpid(), max_requests=setup.config.sampler.max_requests
         )
         source = _source(setup.config)
         self.source = source._replace(task=source.task._replace(weights=setup.weights))
         self._lock, self._number = threading.Lock(), 0
 
     def use(self, servers: Servers) -> None:
-        """Samples from these servers, unless it knows of a later publish."""
+        """Samples from these servers, unless it knows of a later change."""
         with self._lock:
             if servers.number > self._number:
                 self._number = servers.number
+                self.sampler.limit(servers.requests)
                 self.sampler.use_version(**servers.used)
 
 
