@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 from jaxrl.core.names import nearest
 
 T = TypeVar("T")
+
+_loading = threading.RLock()  # files may load files
 
 
 def load_function(reference: str, *, builtin: ModuleType | None, key: str) -> Callable[..., Any]:
@@ -157,19 +160,20 @@ def divide_parameters(
 def _load_file(path: Path) -> ModuleType:
     # A unique module name per file, so that each file is executed once.
     name = f"jaxrl_plugin_{path.resolve().as_posix()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _loading:  # another thread's half-executed module has not all functions
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look their module up here
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
 
 
 def _public_functions(module: ModuleType) -> list[str]:

@@ -1,5 +1,6 @@
 import builtins
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -81,3 +82,14 @@ def test_type_checking_annotations_are_accepted():
     assert check_parameters(mine, {"size": 2}, key="loss") is None
     with pytest.raises(ValueError, match=r"loss\.sice: .*did you mean size"):
         check_parameters(mine, {"sice": 2}, key="loss")
+
+
+def test_file_is_executed_once_for_threads_that_load_it_together(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(0.2)\ndef late():\n    return object()\n")
+
+    def load(_):
+        return load_function(f"{path}:late", builtin=None, key="reward.path")
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(load, range(4)))) == 1
