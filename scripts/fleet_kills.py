@@ -1,0 +1,173 @@
+"""Kills parts of a fleet at random, and compares what it trained with an undisturbed one.
+
+    python scripts/fleet_kills.py runs/fleet_kills [--kills 30] [--steps 20] [--seed 0]
+
+Needs jaxrl[ray], and no model. Ray runs as four nodes on this machine, whose head holds nothing: a
+learner of two hosts and two workers that compute rewards. Each kill hits a worker, a learner host,
+or a whole node but the head, which another one replaces. Each run has to end by itself; then every
+file that does not hold times must be the same, bit for bit: parameters and optimizer state, the
+exported model, metrics, samples. So no group is lost and none is trained on twice. Exits with
+status 1 otherwise.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import small_run
+from experiments.runs import plain_parser
+
+from jaxrl.fleet.engine import import_ray
+
+NODES = 3
+NODE = {"num_cpus": 2, "resources": {"L": 1}}
+KEYS = {
+    "fleet.engine": "ray",
+    "fleet.learners": "2",
+    "fleet.learner_resources": "CPU=1,L=1",
+    "fleet.workers": "2",
+    "fleet.restarts": "1000",
+    "fleet.wait": "120",
+    "mesh.fsdp": "2",
+}
+PATIENCE = 600.0  # seconds for the rest of a run after its last kill
+
+
+def main() -> int:
+    parser = plain_parser(__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    small_run.write_material(options.directory / "material")
+    import_ray()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for _ in range(NODES):
+            cluster.add_node(**NODE)
+        os.environ["RAY_ADDRESS"] = cluster.address
+        return loop(options, Killer(cluster, options.seed))
+    finally:
+        cluster.shutdown()
+
+
+class Killer:
+    """Kills parts of the fleet of a run, by chance."""
+
+    def __init__(self, cluster: Any, seed: int) -> None:
+        self._cluster, self.chance = cluster, random.Random(seed)
+
+    def kill(self) -> str | None:
+        """Kills a part; returns its kind, or None if none of the kind drawn runs."""
+        kind = self.chance.choice(["worker", "learner host", "node"])
+        if kind == "node":
+            nodes = [node for node in self._cluster.list_all_nodes() if not node.head]
+            self._cluster.remove_node(self.chance.choice(nodes), allow_graceful=False)
+            self._cluster.add_node(**NODE)
+            return kind
+        found = self._workers() if kind == "worker" else self._learners()
+        if not found:
+            return None
+        try:
+            self.chance.choice(found).kill()
+        except psutil.NoSuchProcess:
+            return None
+        return kind
+
+    def _workers(self) -> list[psutil.Process]:
+        return [p for p, words in processes() if words[0].startswith("ray::Worker")]
+
+    def _learners(self) -> list[psutil.Process]:
+        return [p for p, words in processes() if "--hosts.process" in words]
+
+
+def processes() -> list[tuple[psutil.Process, list[str]]]:
+    """Lists the processes below this one with their command lines: those of its Ray alone."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found.append((process, process.cmdline() or [""]))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def loop(options: argparse.Namespace, killer: Killer) -> int:
+    """Disturbs runs until the number of kills is reached; returns the exit status."""
+    undisturbed = options.directory / "undisturbed"
+    run(options, undisturbed, killer, kills=0)
+    killed, finished, status = Counter[str](), 0, 0
+    while killed.total() < options.kills:
+        run_dir = options.directory / f"killed_{finished}"
+        killed += run(options, run_dir, killer, kills=options.kills - killed.total())
+        finished += 1
+        different = small_run.differences(run_dir, undisturbed)
+        status |= bool(different)
+        print(
+            f"{killed.total()} kills {dict(killed)}, {finished} runs: {run_dir} is "
+            + (f"DIFFERENT: {', '.join(different)}" if different else "the same, bit for bit"),
+            flush=True,
+        )
+    return status
+
+
+def run(options: argparse.Namespace, run_dir: Path, killer: Killer, *, kills: int) -> Counter[str]:
+    """Runs a fleet to its end, with up to `kills` kills; counts them by what they hit.
+
+    Raises:
+      RuntimeError: if the run does not end by itself, or with an error.
+    """
+    shutil.rmtree(run_dir, ignore_errors=True)
+    material, log = options.directory / "material", run_dir.with_suffix(".log")
+    command = small_run.command(material, run_dir, steps=options.steps, further=KEYS)
+    killed = Counter[str]()
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        while killed.total() < kills and process.poll() is None:
+            wait(process, run_dir, chance=killer.chance)
+            if process.poll() is None and (kind := killer.kill()) is not None:
+                killed[kind] += 1
+                print(f"{sum(killed.values())}: {kind} at step {saved(run_dir)}", flush=True)
+        status = process.wait(PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the run did not end within {PATIENCE:.0f} s; see {log}") from error
+    finally:
+        process.terminate()
+    if status != 0:
+        raise RuntimeError(f"the run ended with status {status}; see {log}")
+    return killed
+
+
+def wait(process: "subprocess.Popen[bytes]", run_dir: Path, *, chance: random.Random) -> None:
+    """Waits: one time in four for some seconds, perhaps of a start, else for the next step."""
+    if chance.random() < 0.25:
+        time.sleep(chance.uniform(0, 10))
+        return
+    before = saved(run_dir)
+    while process.poll() is None and saved(run_dir) == before:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.5))
+
+
+def saved(run_dir: Path) -> int:
+    """Returns the step of the last checkpoint, 0 without one; every step has one."""
+    path = run_dir / "checkpoints"
+    names: Sequence[str] = [p.name for p in path.iterdir()] if path.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
