@@ -40,7 +40,7 @@ _BIAS = 127  # of f32's exponents
 def operand(x: jax.Array, name: str, precision: Precision) -> jax.Array:
     """Rounds the activations [..., in] that the matrix `name` of a layer multiplies, if the dtype
     policy has them in blocks of 8 bits."""
-    return round_rows(x) if precision.blocks != "none" and name in MATRICES else x
+    return round_rows(x) if precision.blocks in ("e4m3", "rows") and name in MATRICES else x
 
 
 def matrix(weight: jax.Array, name: str, precision: Precision) -> jax.Array:

@@ -39,8 +39,8 @@ _SHORT = {dtype: name for name, dtype in _DTYPES.items()}
 # "fixed": no sum of the forward pass depends on the other rows of the batch, or on its shape.
 SUMS = ("any", "fixed")
 LATENT = ("expanded", "sampler", "absorbed")  # forms of multi-head latent attention
-# Operands in blocks of 8 bits: none, both, or activations alone, for weights rounded before.
-BLOCKS = ("none", "e4m3", "rows")
+# Operands in 8 bits: none, both, or activations alone, for weights in E4M3 rounded before.
+BLOCKS = ("none", "e4m3", "int8", "rows")
 
 _Algorithm = jax.lax.DotAlgorithmPreset
 
@@ -92,8 +92,9 @@ class Precision:
       latent: form of attention, see `models.latent`. "expanded", "absorbed" (the sampler's cache is
         narrow), or "sampler": "absorbed" in the sampler alone.
       blocks: operands of projections and feed-forward networks in 8 bits, in learner and sampler
-        alike; see `core.blocks`. "e4m3": numbers of E4M3 that share factors; "rows": activations
+        alike. "e4m3": numbers of E4M3 that share factors, see `core.blocks`; "rows": activations
         alone, which is what a sampler's program computes with weights that `as_served` rounded.
+        "int8": integers, as vLLM serves them on CPUs, see `models.integers`.
       loss_scale: the scale of the loss before the backward pass.
       text: the line that it was read from, or `str` of it. Equal policies may differ in it.
 
@@ -146,7 +147,7 @@ class Precision:
         f32 = np.dtype(np.float32)
         for role in ("compute", "sampler"):
             dtype = getattr(self, role)
-            if self.blocks != "none" and dtype not in (f32, jnp.bfloat16):
+            if self.blocks in ("e4m3", "rows") and dtype not in (f32, jnp.bfloat16):
                 raise ValueError(
                     f"blocks={self.blocks} and {role}={_SHORT[dtype]}: a number times its factor "
                     "is exact in bf16 and f32 only; use one of them, or leave blocks out"
@@ -350,7 +351,7 @@ def sampler_precision(precision: Precision | str) -> Precision:
         activations=precision.sampler,
         products=precision.products if precision.sampler == jnp.float32 else "exact",
         latent="absorbed" if precision.latent == "sampler" else precision.latent,
-        blocks="none" if precision.blocks == "none" else "rows",
+        blocks="rows" if precision.blocks == "e4m3" else precision.blocks,
         loss_scale=LossScaleSpec(),
     )
 

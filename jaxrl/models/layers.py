@@ -17,6 +17,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.components import Group
 from jaxrl.models.families import DecoderConfig
+from jaxrl.models.integers import int8_matmul
 from jaxrl.models.products import matmul
 from jaxrl.models.rope import Rope, RopeTable, rope_table
 from jaxrl.sharding.gradients import GradientSum
@@ -166,8 +167,11 @@ def project(x: jax.Array, layer: Layer, name: str, *, context: LayerContext) -> 
     precision = context.precision
 
     def times(x: jax.Array, name: str) -> jax.Array:
+        gradient = context.gradients.get(name)
+        if precision.blocks == "int8" and name in blocks.MATRICES:
+            return int8_matmul(x, layer[name], precision=precision, gradient=gradient)
         x, weight = blocks.operand(x, name, precision), blocks.matrix(layer[name], name, precision)
-        return matmul(x, weight, precision=precision, gradient=context.gradients.get(name))
+        return matmul(x, weight, precision=precision, gradient=gradient)
 
     y = times(x, name)
     if f"{name}_a" not in layer:

@@ -206,7 +206,7 @@ def computes_merged(precision: Precision) -> bool:
     """True if a learner merges adapters before each use, as the sampler does: with fixed sums,
     because adapters beside their matrices add in another order, and with weights in 8 bits, because
     they would not be rounded."""
-    return precision.sums == "fixed" or precision.blocks == "e4m3"
+    return precision.sums == "fixed" or precision.blocks in ("e4m3", "int8")
 
 
 def of_adapters(params: Any, grads: Any) -> Any:

@@ -290,8 +290,14 @@ def _matmul_forward(x, weight, precision, gradient):
     return named(y.astype(precision.activations), OUTPUT), (x, weight)
 
 
-def _matmul_backward(precision, gradient, residuals, dy):
-    x, weight = residuals
+def matmul_gradient(
+    precision: Precision,
+    gradient: GradientSum | None,
+    operands: tuple[jax.Array, jax.Array],
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of `matmul` to its operands, `x` as rows."""
+    x, weight = operands
     dx = product(dy, weight, contract=(dy.ndim - 1, 0), precision=precision)
     by_rows = functools.partial(
         transposed_product, precision=precision, result=summed_in(precision)
@@ -304,7 +310,7 @@ def _matmul_backward(precision, gradient, residuals, dy):
 
 
 _matmul: Any = jax.custom_vjp(lambda *args: _matmul_forward(*args)[0], nondiff_argnums=(2, 3))
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(_matmul_forward, matmul_gradient)
 
 
 def matmul(

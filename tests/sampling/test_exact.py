@@ -179,6 +179,9 @@ IN_BLOCKS = [
     ("qwen3", "fp32,blocks=e4m3"),
     ("qwen3_moe", "bf16_master,blocks=e4m3"),
     ("deepseek_v3", "bf16_master,blocks=e4m3,latent=absorbed"),
+    ("qwen3", "bf16_master,blocks=int8"),
+    ("qwen3", "fp16_master,blocks=int8"),
+    ("qwen2", "fp32,blocks=int8"),
 ]
 
 
@@ -204,9 +207,10 @@ def test_blocks_of_8_bits_are_exact(family, name):
     assert differences(model, params, dataclasses.replace(precision, blocks="none"), rollouts).any()
 
 
-def test_adapters_in_blocks_of_8_bits_are_merged():
+@pytest.mark.parametrize("blocks", ["e4m3", "int8"])
+def test_adapters_in_blocks_of_8_bits_are_merged(blocks):
     model, params = adapted("qwen3")
-    precision = parse("fp32,blocks=e4m3")
+    precision = parse(f"fp32,blocks={blocks}")
     rollouts = sampled(model, lora.merge(params), precision, prompts=2)
     noise = np.abs(differences(model, params, precision, rollouts))
     assert np.median(noise) < 1e-5
