@@ -78,6 +78,15 @@ def _rounded(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
     return join(found, x.shape, block).astype(x.dtype)
 
 
+def numbers_and_factors(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Divides a matrix [out, in] into E4M3 numbers f8[out, in] and the factors of their blocks,
+    f32[ceil(out / 128), ceil(in / 128)]. Their products are `round_matrix` of it."""
+    parts = divide(weight.astype(jnp.float32), (BLOCK, BLOCK))
+    exponents = factor_exponents(parts, axes=(-3, -1))
+    numbers = join(parts * _power(-exponents), weight.shape, (BLOCK, BLOCK))
+    return numbers.astype(jnp.float8_e4m3fn), _power(exponents[..., :, 0, :, 0])
+
+
 def divide(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """Divides the last axes of an array into blocks: [..., N] -> [..., ceil(N / 128), 128]. The
     last block is filled with zeros; an axis shorter than a block is one block as it is."""

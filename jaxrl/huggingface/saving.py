@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
+from jaxrl.huggingface import eight_bits
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.files import INDEX, SINGLE, write_json
@@ -31,6 +32,7 @@ def save(
     *,
     dtype: DType,
     source: Checkpoint | None = None,
+    blocks: str = "none",
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Writes a checkpoint that `transformers.AutoModelForCausalLM` and vLLM can load. For a reward
@@ -43,13 +45,14 @@ def save(
       dtype: dtype to cast tensors to.
       source: checkpoint whose tokenizer, generation files and unused tensors
         (`unused.unused_tensors`) are copied. Its `end_ids` go into generation_config.json.
+      blocks: form of the matrices of layers: "none", or "e4m3" or "int8", see `eight_bits`.
       max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
         an index.
 
     Raises:
-      ValueError: if `params` do not fit `config`; the message names the parameter. Also if the
-        model is wrapped and `source` does not have it, or if `source` has unused tensors and is in
-        `directory` itself.
+      ValueError: if `params` do not fit `config`; the message names the parameter. Also if `blocks`
+        does not fit it, the model is wrapped and `source` does not have it, or if `source` has
+        unused tensors and is in `directory` itself.
     """
     save_tensors(
         directory,
@@ -57,6 +60,7 @@ def save(
         config,
         dtype=dtype,
         source=source,
+        blocks=blocks,
         max_shard_bytes=max_shard_bytes,
     )
 
@@ -68,6 +72,7 @@ def save_tensors(
     *,
     dtype: DType,
     source: Checkpoint | None = None,
+    blocks: str = "none",
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Writes a checkpoint as `save`, from a stream of (Hugging Face name, tensor).
@@ -86,7 +91,14 @@ def save_tensors(
                 "another directory"
             )
         content = with_unused(content, source, config, unused=unused)
-        sizes = _sizes(flat, dtype=dtype) | {name: one.nbytes for name, one in unused.items()}
+        sizes = _sizes(flat, dtype=dtype)
+        if blocks != "none":
+            matrices = eight_bits.matrices(flat, blocks=blocks)
+            tensors = eight_bits.in_eight_bits(tensors, matrices, blocks=blocks)
+            sizes = eight_bits.sizes(sizes, flat, matrices, blocks=blocks)
+            written = eight_bits.quantization_config(flat, matrices, blocks=blocks)
+            content["quantization_config"] = written
+        sizes |= {name: one.nbytes for name, one in unused.items()}
         stream = itertools.chain(tensors, ((name, one.read()) for name, one in unused.items()))
         listed = _write_shards(directory, stream, sizes, max_bytes=max_shard_bytes)
     write_json(directory / "config.json", content)

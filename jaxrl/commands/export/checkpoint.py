@@ -28,6 +28,7 @@ def export_checkpoint(
     directory: Path,
     step: str,
     dtype: str | None = None,
+    blocks: str = "none",
     only_adapters: bool = False,
 ) -> int:
     """Writes a checkpoint's model with adapters merged, or the adapters alone in PEFT's format.
@@ -36,13 +37,16 @@ def export_checkpoint(
     adapters come from there.
 
     `step` is "latest", "best" or a number. `dtype` is the dtype of the tensors, such as "f32"; by
-    default `model_dtype`, and for the adapters alone the trained dtype, which is lossless. Returns
-    the checkpoint's step.
+    default `model_dtype`, and for the adapters alone the trained dtype, which is lossless. `blocks`
+    is the form of the layers' matrices, as in `huggingface.save`. Returns the checkpoint's step.
 
     Raises:
       CheckpointError: if there is no such checkpoint, or it is unreadable.
-      ValueError: for any other `step`, an unknown dtype, or `only_adapters` without any.
+      ValueError: for any other `step`, an unknown dtype, `blocks` that do not fit the model, or
+        `only_adapters` with them or without any adapters.
     """
+    if only_adapters and blocks != "none":
+        raise ValueError("--adapter writes no matrices in 8 bits; leave out --blocks")
     directories = run_dir / "checkpoints"
     if not any(one.name.isdecimal() for one in directories.glob("*")):
         raise CheckpointError(
@@ -75,7 +79,7 @@ def export_checkpoint(
     if adapted:
         frozen = base.load(dtype=precision.wire, scored=model.config.scored)
         params = lora.merge(lora.Adapted(params, frozen, specs.alpha))
-    huggingface.save(directory, params, model.config, dtype=written, source=base)
+    huggingface.save(directory, params, model.config, dtype=written, source=base, blocks=blocks)
     return chosen
 
 

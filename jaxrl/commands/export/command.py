@@ -2,6 +2,7 @@
 `dpo` or `reward-model`. LoRA adapters are merged into it, or written alone with --adapter.
 
   jaxrl export runs/latest models/mine --step best
+  jaxrl export runs/latest models/mine-int8 --blocks int8
   jaxrl export runs/latest adapters/mine --adapter"""
 
 import argparse
@@ -32,6 +33,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", help="f32, bf16 or f16 (default: as the run itself writes its model at the end)"
     )
+    made.add_argument(
+        "--blocks",
+        default="none",
+        choices=("none", "e4m3", "int8"),
+        help="write the layers' matrices in 8 bits, for vLLM: as `blocks` of precision (default: "
+        "none)",
+    )
     return made
 
 
@@ -56,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         directory=directory,
         step=step,
         dtype=arguments.dtype,
+        blocks=arguments.blocks,
         only_adapters=arguments.adapter,
     )
     print(f"step {step}: {directory}")
