@@ -122,6 +122,11 @@ class DecoderConfig:
         return sum(group.count for group in self.groups if group.routed)
 
     @property
+    def dense(self) -> bool:
+        """True without experts, latent attention and the delta rule."""
+        return self.experts is None and self.latent is None and self.linear is None
+
+    @property
     def attention_layers(self) -> int:
         """Number of layers with keys and values."""
         return sum(group.count for group in self.groups if not group.linear)

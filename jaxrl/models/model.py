@@ -282,8 +282,7 @@ def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) 
 
 
 def _check_dense(config: DecoderConfig, precision: Precision) -> None:
-    plain = config.experts is None and config.latent is None and config.linear is None
-    if precision.blocks == "int8" and not plain:
+    if precision.blocks == "int8" and not config.dense:
         raise ValueError(
             f"blocks=int8 is for decoders without experts, latent attention and the delta rule, "
             f"and {config.model_type} has some of them; use blocks=e4m3, or leave it out"

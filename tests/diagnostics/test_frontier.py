@@ -38,4 +38,10 @@ def test_candidates_can_be_computed_and_differ():
             check_products(precision, platform)
     assert "fp32,products=bf16x3" in candidates("tpu")
     assert "fp32,products=bf16x3" not in candidates("cpu") + candidates("tpu", devices=4)
+    own = {Precision.parse(text) for text in candidates("cpu")}
+    more = {Precision.parse(text) for text in candidates("cpu", blocks=("e4m3", "int8"))}
+    assert own == {one for one in more if one.blocks == "none"}
+    # A number of E4M3 times its factor is not exact in f16.
+    assert Precision.parse("fp16_master,blocks=int8") in more
+    assert {one.blocks for one in more if one.compute == "float16"} == {"none", "int8"}
     assert {"bf16_master,activations=f32", "bf16_master,logits=bf16"} <= set(candidates("cpu"))

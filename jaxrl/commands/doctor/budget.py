@@ -17,7 +17,9 @@ from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.diagnostics import Choice, candidates, cheapest, draw_frontier, frontier
+from jaxrl.huggingface import Checkpoint
 
+_BLOCKS = {"embedded": ("e4m3", "int8"), "vllm": ("int8",), "vllm_tpu": ()}  # by sampler
 _MEASURED = "seconds of a training step on this device, after compilation"
 _COMPILED = {
     "tpu": "seconds of a training step on {}, as its compiler estimates them",
@@ -85,7 +87,11 @@ def _platform(topology: str) -> str:
 def _with_candidates(config: DoctorConfig, platform: str, *, devices: int) -> DoctorConfig:
     if "precisions" in config.model_fields_set:
         return config
-    return config.model_copy(update={"precisions": tuple(candidates(platform, devices=devices))})
+    kinds = _BLOCKS[config.sampler.name] if not config.sampler.url else ()  # a server's are its own
+    if not Checkpoint(config.model.path).config.dense:
+        kinds = tuple(kind for kind in kinds if kind != "int8")
+    names = candidates(platform, devices=devices, blocks=kinds)
+    return config.model_copy(update={"precisions": tuple(names)})
 
 
 def _table(choices: Sequence[Choice], *, bound: float) -> str:

@@ -19,16 +19,18 @@ class Choice(NamedTuple):
     cost: float  # such as seconds of a step
 
 
-def candidates(platform: str, *, devices: int = 1) -> list[str]:
+def candidates(platform: str, *, devices: int = 1, blocks: Sequence[str] = ()) -> list[str]:
     """Lists dtype policies to compare on a platform: the presets, and each with one role changed to
-    f32 or to its narrow dtype, or with other products of f32 operands. Policies that the platform
-    cannot compute and those that compute alike are left out."""
+    f32 or to its narrow dtype, with other products of f32 operands, or with operands of 8 bits in
+    a form of `blocks`, which the sampler must have. Policies that the platform cannot compute and
+    those that compute alike are left out."""
     found: dict[Precision, str] = {}
     for name, preset in PRESETS.items():
         narrow = short_name(preset.sampler)
         texts = [f"{name},{role}={dtype}" for role in _STEPS for dtype in ("f32", narrow)]
         others = (way for way in _WAYS if platform in PRODUCTS[way][1])  # a CPU only emulates them
         texts += [f"{name},products={way}" for way in others]
+        texts += [f"{name},blocks={kind}" for kind in blocks]
         for text in (name, *texts):
             try:
                 precision = Precision.parse(text)
