@@ -90,6 +90,9 @@ def marker(text: str) -> str | None:
     return min(found, key=text.index, default=None)  # a message may quote the other prefix
 
 
+INT8 = "jaxrl_int8"
+"""Value of vLLM's `--quantization` for a learner with `blocks=int8`."""
+
 # Prefix of the body of /health while a server has the weights of an unfinished publish.
 UNFINISHED = "bridge unfinished:"
 # Follows `REFUSED` if no learner has connected since the engine started.

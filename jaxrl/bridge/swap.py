@@ -40,6 +40,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         wire: np.dtype,
         sampler: np.dtype,
         logits: np.dtype = _F32,
+        blocks: str = "none",
         in_flight: InFlight = "keep",
         learner: LearnerIdentity | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
           wire: dtype of the published tensors.
           sampler: dtype that the servers compute in.
           logits: dtype that their heads compute in.
+          blocks: form of their operands, as `Precision.blocks`.
           in_flight: treatment of requests in flight.
           learner: identity of the learner; by default a new one.
 
@@ -68,6 +70,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
                 wire=wire.name,
                 sampler=sampler.name,
                 logits=logits.name,
+                blocks=blocks,
                 learner=self._learner,
             )
 

@@ -158,6 +158,7 @@ def _open_client(
                 weights.checkpoint,
                 dtype=weights.precision.sampler,
                 logits=weights.precision.logits.name,
+                blocks=weights.precision.blocks,
                 log=directory / "vllm.log",
                 note=note,
                 completions=needs.completions,

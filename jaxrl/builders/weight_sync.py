@@ -84,6 +84,7 @@ class Sync(NamedTuple):
             "wire": self.weights.precision.wire,
             "sampler": self.weights.precision.sampler,
             "logits": self.weights.precision.logits,
+            "blocks": self.weights.precision.blocks,
             "in_flight": self.config.in_flight,
             "learner": self.learner,
         }

@@ -200,10 +200,18 @@ def _fixed_sums(c: Config) -> Iterator[str]:
 
 def _blocks(c: Config) -> Iterator[str]:
     for key, found in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
-        if found is not None and found.blocks != "none" and c.sampler.name != "embedded":
+        if found is None or found.blocks == "none" or c.sampler.name == "embedded":
+            continue
+        if found.blocks != "int8" or c.sampler.name != "vllm":
             yield (
-                f"{key} = {found.text!r}: blocks={found.blocks} applies to sampler.name = "
-                "'embedded' only; leave it out"
+                f"{key} = {found.text!r}: blocks={found.blocks} does not apply to sampler.name = "
+                f"{c.sampler.name!r}; leave it out, use blocks=int8 with 'vllm', or the embedded "
+                "sampler"
+            )
+        elif c.lora.rank and c.lora.publish == "adapters":
+            yield (
+                f"{key} = {found.text!r}: blocks={found.blocks} rounds merged weights, and "
+                "lora.publish = 'adapters' sends none; set lora.publish = 'merged'"
             )
 
 

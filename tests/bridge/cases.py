@@ -188,7 +188,14 @@ class Recorder:
         self.failed = str(error)
 
     def connect(
-        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+        self,
+        *,
+        root: str,
+        wire: str,
+        sampler: str,
+        logits: str,
+        learner: LearnerIdentity,
+        blocks: str = "none",
     ) -> None:
         self.root = Path(root)
         self.learner = learner

@@ -56,8 +56,10 @@ class ChildEngine:
         *,
         logprobs: str = "processed_logprobs",
         head: str = "float32",
+        quantization: str | None = None,
     ) -> None:
-        self.call("open", model=str(model), dtype=dtype, logprobs_mode=logprobs, head=head)
+        settings = {"logprobs_mode": logprobs, "head": head, "quantization": quantization}
+        self.call("open", model=str(model), dtype=dtype, **settings)
         self.model = model
 
     def generate(self, prompts: list[list[int]]) -> list:
@@ -71,8 +73,9 @@ class ChildEngine:
         sampler: str,
         logits: str = "float32",
         learner: LearnerIdentity = LEARNER,
+        blocks: str = "none",
     ) -> None:
-        roles = {"wire": wire, "sampler": sampler, "logits": logits}
+        roles = {"wire": wire, "sampler": sampler, "logits": logits, "blocks": blocks}
         self.call("connect", root=root, **roles, learner=learner._asdict())
         self.learner = learner
 

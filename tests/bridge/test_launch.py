@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
-from jaxrl.bridge.servers.launch import LocalServer, ServerFailedError, ServerOptions
+from jaxrl.bridge.servers.launch import Device, LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -248,4 +248,13 @@ def test_a_head_that_would_round_its_weights_is_refused(tmp_path: Path) -> None:
         SharedMemoryPublisher([], wire=f32, sampler=f32, logits=f16)
     options = ServerOptions(python=tmp_path, dtype="bfloat16", logits="float16")
     with pytest.raises(ValueError, match="round the head's weights"):
+        LocalServer(tmp_path, options, log=tmp_path / "log")
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", "e4m3"), ("cuda", "int8")])
+def test_operands_that_are_not_served_are_refused(
+    tmp_path: Path, device: Device, blocks: str
+) -> None:
+    options = ServerOptions(python=tmp_path, dtype="bfloat16", device=device, blocks=blocks)
+    with pytest.raises(ValueError, match=f"blocks={blocks} on device = '{device}': vLLM is"):
         LocalServer(tmp_path, options, log=tmp_path / "log")

@@ -16,13 +16,16 @@ from pathlib import Path
 class Engine:
     """A vLLM engine with one model."""
 
-    def open(self, model: str, dtype: str, logprobs_mode: str, head: str) -> None:
+    def open(
+        self, model: str, dtype: str, logprobs_mode: str, head: str, quantization: str | None
+    ) -> None:
         from vllm import LLM
 
         self.llm = None  # free the old one first
         self.llm = LLM(
             model,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=128,
             max_num_seqs=8,
             enforce_eager=True,

@@ -159,7 +159,16 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({**ASLEEP, "lora__rank": 4, "lora__publish": "adapters"}, "base weights are lost asleep"),
         ({**ASLEEP, "probe__replay": True}, "the server scores while the learner trains"),
         ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
-        ({"precision": "fp32,blocks=e4m3", "sampler__name": "vllm"}, "blocks=e4m3 applies to samp"),
+        ({"precision": "fp32,blocks=e4m3", "sampler__name": "vllm"}, "blocks=e4m3 does not apply"),
+        (
+            {
+                "precision": "fp32,blocks=int8",
+                "sampler__name": "vllm",
+                "lora__rank": 4,
+                "lora__publish": "adapters",
+            },
+            "blocks=int8 rounds merged weights",
+        ),
         ({"precision": FIXED, "sampler__tensor": 2}, "sampler.tensor = 2 divides sums"),
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),

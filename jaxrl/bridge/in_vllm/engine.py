@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from jaxrl.bridge import manifest, payload
-from jaxrl.bridge.base import NOT_CONNECTED, POISONED, REFUSED, TensorSpec
+from jaxrl.bridge.base import INT8, NOT_CONNECTED, POISONED, REFUSED, TensorSpec
 from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.in_vllm.ownership import Ownership
 from jaxrl.bridge.manifest import ManifestError
@@ -53,6 +53,7 @@ class InitInfo(WeightTransferInitInfo):
     sampler: str  # dtype that the learner expects this server to compute in
     logits: str  # dtype that it expects the head to compute in
     learner: dict[str, str]  # fields of `LearnerIdentity`
+    blocks: str = "none"  # form of the operands that it expects, as `blocks` of a precision
     sleeps: bool = False  # the learner will make the server sleep, for its memory
 
 
@@ -96,9 +97,9 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Connects a learner, which may start at any version.
 
         Raises ValueError with `REFUSED` if another learner is connected, the dtypes of the model
-        or of its head disagree, the server reports log-probs before the temperature or would keep
-        its memory asleep, the root is not a directory, or the model was not loaded from a local
-        safetensors checkpoint.
+        or of its head or the operands' form disagree, the server reports log-probs before the
+        temperature or would keep its memory asleep, the root is not a directory, or the model was
+        not loaded from a local safetensors checkpoint.
         """
         with _refusing("connecting"), _together():
             learner = manifest.parse_learner(init_info.learner)
@@ -116,6 +117,7 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{init_info.sampler}; start it with --dtype {init_info.sampler} or set "
                 "precision.sampler"
             )
+        self._check_blocks(init_info.blocks)
         self._check_head(init_info.logits)
         if (mode := self.model_config.logprobs_mode) != _LOGPROBS:
             raise ValueError(
@@ -136,6 +138,15 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not root.is_dir():
             raise ValueError(f"the server finds no directory {root}")
         return root
+
+    def _check_blocks(self, blocks: str) -> None:
+        served = "int8" if self.model_config.quantization == INT8 else "none"
+        if served != blocks:
+            raise ValueError(
+                f"the server computes with blocks={served} and the learner with blocks={blocks}; "
+                f"start it with jaxrl serve --blocks {blocks}, or train with blocks={served} in "
+                "precision"
+            )
 
     def _check_head(self, logits: str) -> None:
         """Compares the dtype of the model's heads, because not every model reads the option."""

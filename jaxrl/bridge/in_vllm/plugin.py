@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import time
 from typing import Any
 
@@ -11,7 +12,8 @@ _NAP = 1e-4  # seconds; a step of the smallest model takes twenty times as long
 
 
 def register() -> None:
-    """Registers the bridge as a weight-transfer backend; the engine is imported on first use."""
+    """Registers the bridge as a weight-transfer backend, whose engine is imported on first use, and
+    the linear layers of `blocks=int8`."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -19,6 +21,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "jaxrl.bridge.in_vllm.engine", "BridgeEngine"
         )
+    importlib.import_module("jaxrl.bridge.in_vllm.quantization")  # registers itself
     if current_platform.is_cpu():
         _nap_while_waiting()
     _read_all_answers()

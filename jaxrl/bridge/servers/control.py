@@ -69,14 +69,21 @@ class VllmServer(ServerRoutes):
         self._publishing = False  # or a publish ended halfway; it may be paused
 
     def connect(
-        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+        self,
+        *,
+        root: str,
+        wire: str,
+        sampler: str,
+        logits: str,
+        learner: LearnerIdentity,
+        blocks: str = "none",
     ) -> None:
         """Announces a learner, the directory of its payloads and the dtypes.
 
         A server that does not answer is connected at the next update. Raises RefusedError if the
         server takes weights from a learner that this one does not replace, computes in another
-        dtype than `sampler`, its head in another one than `logits`, does not find `root`, or keeps
-        its memory when it sleeps.
+        dtype than `sampler`, its head in another one than `logits`, or in another form than
+        `blocks`, does not find `root`, or keeps its memory when it sleeps.
         """
         self._learner = learner._asdict()
         self._client.headers.update(lease.header(learner))
@@ -85,6 +92,7 @@ class VllmServer(ServerRoutes):
             wire=wire,
             sampler=sampler,
             logits=logits,
+            blocks=blocks,
             learner=self._learner,
             sleeps=self._sleeps,
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from jaxrl.bridge.base import check_head
+from jaxrl.bridge.base import INT8, check_head
 from jaxrl.bridge.in_vllm.auth import KEY, RequireKey
 from jaxrl.bridge.in_vllm.lease import Lease
 from jaxrl.bridge.in_vllm.plugin import BACKEND
@@ -51,6 +51,7 @@ _REMOVED = ("VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND")
 _ERROR = re.compile(r"\w(?:Error|Exception)\b")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM accepts
 _MATRICES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+_BLOCKS: Mapping[Device, tuple[str, ...]] = {"cpu": ("none", "int8"), "cuda": ("none",)}
 _TAIL = 15  # lines of a log to show
 FIRST_REQUEST = 300.0  # seconds for a server's first token; a GPU may still compile
 _DYING = 5.0  # seconds in which a server ends after its engine has failed
@@ -63,6 +64,7 @@ class ServerOptions:
     python: Path  # interpreter of the environment with vLLM and jaxrl's plugin
     dtype: str  # to compute in: "bfloat16", "float16" or "float32"
     logits: str = "float32"  # dtype of the head, as `logits` of the learner's precision
+    blocks: str = "none"  # "int8": operands of projections, as `blocks` of the precision
     max_model_len: int | None = None  # prompt and completion together; None: the model's limit
     kv_cache_bytes: int | None = 256 << 20  # None leaves it to vLLM, which takes most of the memory
     device: Device = "cpu"  # of the vLLM build
@@ -92,8 +94,9 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
     def __init__(self, model_dir: Path, options: ServerOptions, *, log: Path) -> None:
         """Starts the server of a checkpoint; call `wait` before using it. Its output goes to `log`.
 
-        Raises ValueError if a host other than loopback has no key, an argument would undo a check
-        or the head's weights would be rounded; ServerFailedError if the port is in use.
+        Raises ValueError if a host other than loopback has no key, an argument would undo a check,
+        the head's weights would be rounded or vLLM does not serve `blocks`; ServerFailedError if
+        the port is in use.
         """
         if options.api_key is None and not is_loopback(options.host):
             raise ValueError(
@@ -102,6 +105,12 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
             )
         check_arguments(options.arguments)
         check_head(options.dtype, options.logits)
+        if options.blocks not in _BLOCKS[options.device]:
+            raise ValueError(
+                f"blocks={options.blocks} on device = {options.device!r}: vLLM is started with "
+                f"blocks={' or '.join(_BLOCKS[options.device])} there; use one of them, or the "
+                "embedded sampler"
+            )
         self.api_key = options.api_key or secrets.token_hex(16)
         port = free_port(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -248,6 +257,8 @@ def _command(model_dir: Path, options: ServerOptions, port: int) -> list[str]:
     if options.device == "cpu":
         # A request with a seed crashes vLLM 0.32 on a CPU if its prefill is chunked.
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if options.blocks == "int8":
+        command += ["--quantization", INT8]
     if options.sleep and options.device == "cuda":  # vLLM's CPU build refuses it
         command += ["--enable-sleep-mode"]
     if rank := options.max_lora_rank:

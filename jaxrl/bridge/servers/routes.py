@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from jaxrl.bridge.base import REFUSED, RefusedError, marker
+from jaxrl.bridge.base import INT8, REFUSED, RefusedError, marker
 from jaxrl.bridge.in_vllm import auth
 from jaxrl.bridge.servers import answers, facts
 from jaxrl.bridge.servers.connection import limits, make_client
@@ -65,17 +65,19 @@ class ServerRoutes:
         or "default" before the first publish."""
         return self._call("GET", VERSION)["weight_version"]
 
-    def dtypes(self) -> tuple[str, str]:
+    def arithmetic(self) -> tuple[str, str, str]:
         """Returns the dtypes that the server and its head compute in, such as "bfloat16" and
-        "float32". Takes 15 seconds, because the server also lists its whole environment."""
+        "float32", and the form of its operands, "none" or "int8". Takes 15 seconds, because the
+        server also lists its whole environment."""
         info = self._call("GET", _INFO)["vllm_config"]["model_config"]
         dtype = info["dtype"].removeprefix("torch.")
         head = (info["hf_overrides"] or {}).get("head_dtype", "model")
-        return dtype, dtype if head == "model" else head
+        blocks = "int8" if info.get("quantization") == INT8 else "none"
+        return dtype, dtype if head == "model" else head, blocks
 
     def facts(self) -> dict[str, str]:
         """Returns vLLM's version and the settings that its arithmetic depends on, by name. Takes as
-        long as `dtypes`; a server without jaxrl's engine tells its version alone."""
+        long as `arithmetic`; a server without jaxrl's engine tells its version alone."""
         self._read_version()
         found = {"vLLM": self.version or "unknown"}
         with contextlib.suppress(ControlError):

@@ -29,7 +29,14 @@ class StockServer(VllmServer):
         return self._base
 
     def connect(
-        self, *, root: str, wire: str, sampler: str, logits: str, learner: LearnerIdentity
+        self,
+        *,
+        root: str,
+        wire: str,
+        sampler: str,
+        logits: str,
+        learner: LearnerIdentity,
+        blocks: str = "none",
     ) -> None:
         """Does nothing: the server knows no learner and no directory of payloads."""
 

@@ -107,6 +107,8 @@ def examine(
         sampler = f"{_ENGINES[config.sampler.name]} {short_name(first.sampler)}"
         if config.sampler.name == "vllm" and first.logits != first.sampler:
             sampler += f", head {short_name(first.logits)}"
+        if first.blocks != "none":
+            sampler += f", {first.blocks}"
         note(f"{sampler}: sampling {len(inputs.prompts)} x {config.completions} completions")
         samples = sample(inputs, first, note=note, facts=facts)
         for name in names:
@@ -138,17 +140,18 @@ def only_precision(config: DoctorConfig, option: str) -> str:
 
 def both_policies(config: DoctorConfig) -> tuple[dict[str, Precision], dict[str, Precision]]:
     """Returns the dtype policies of the learners, and those of their samplers, by their texts. A
-    running server decides `wire`, `sampler` and, for itself alone, `logits`."""
+    running server decides `wire`, `sampler` and, for itself alone, `logits` and `blocks`."""
     precisions = config.by_text
     if not config.sampler.url:
         return precisions, precisions
-    found = VllmServer(config.sampler.url[0], api_key=known_key()).dtypes()
+    *found, blocks = VllmServer(config.sampler.url[0], api_key=known_key()).arithmetic()
     dtype, head = map(np.dtype, found)
     own = {
         name: dataclasses.replace(precision, wire=dtype, sampler=dtype)
         for name, precision in precisions.items()
     }
-    return own, {name: dataclasses.replace(one, logits=head) for name, one in own.items()}
+    served = {"logits": head, "blocks": blocks}
+    return own, {name: dataclasses.replace(one, **served) for name, one in own.items()}
 
 
 def load_inputs(config: DoctorConfig) -> Inputs:

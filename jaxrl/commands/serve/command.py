@@ -38,6 +38,10 @@ class ServeConfig(ServerConfig):
     """Dtype of the output layer's product: f32, as in every preset, or that of dtype; the `logits`
     role of the learner's precision."""
 
+    blocks: str = "none"
+    """Form of the operands of projections: none, or int8 on a CPU; the `blocks` role of the
+    learner's precision."""
+
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port to listen at; 0 takes a free one."""
 
@@ -80,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse_arguments(parser(), ServeConfig, argv)
     checkpoint = Checkpoint(hub.local_directory(arguments.model_dir))
-    precision = Precision.parse(f"fp32,sampler={config.dtype},logits={config.logits}")
+    roles = f"sampler={config.dtype},logits={config.logits},blocks={config.blocks}"
+    precision = Precision.parse(f"fp32,{roles}")
     # A restarted server keeps its port, its key and its part of the memory.
     first, key = config.port or free_port(config.host, 0), server_key(config.host)
     memory = free_memory() // config.replicas
@@ -93,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
             checkpoint,
             dtype=precision.sampler,
             logits=precision.logits.name,
+            blocks=precision.blocks,
             log=log.with_stem(f"{log.stem}-{replica}") if replica else log,
             note=note,
             memory=memory,

@@ -1,0 +1,54 @@
+"""Linear layers in int8, quantised from whole weights whenever vLLM loads them; runs inside vLLM.
+
+As `models.integers` says: a factor for each row of a matrix and for each token. vLLM's own W8A8 of
+compressed-tensors computes the same on a CPU. It reads numbers that are quantised already, and
+after a reload its kernel would read factors that are freed.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+
+class Int8LinearMethod(UnquantizedLinearMethod):
+    """The method of one layer."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Quantises the layer's weights and gives them to vLLM's kernel."""
+        weight: Any = layer.weight
+        integers, factors = quantise(weight.data)
+        # Of its own, because the kernel reads the factors where they lie now.
+        packed: Any = torch.nn.Module()
+        packed.logical_widths = [len(integers)]
+        for name in ("input_scale", "input_zero_point", "azp_adj"):
+            packed.register_parameter(name, None)
+        packed.weight = torch.nn.Parameter(integers, requires_grad=False)
+        packed.weight_scale = torch.nn.Parameter(factors, requires_grad=False)
+        self._kernel = init_int8_linear_kernel(
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+            module_name=type(self).__name__,
+        )
+        packed.bias = layer.bias
+        self._kernel.process_weights_after_loading(packed)
+        self._packed = packed
+        layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiplies [..., in] by the weights, and adds the bias: [..., out]."""
+        del layer
+        return self._kernel.apply_weights(self._packed, x, bias)
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds a matrix [out, in] to i8[out, in] and factors f32[out, 1], bit for bit as
+    `models.integers.quantise`."""
+    wide = weight.float()
+    factors = wide.abs().amax(dim=1, keepdim=True) / 127
+    inverse = torch.where(factors > 0, 1 / factors, 0)
+    return torch.round(wide * inverse).to(torch.int8), factors
