@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from jaxrl.bridge.base import LearnerIdentity, PoisonedError, RefusedError
 from jaxrl.bridge.manifest import Manifest
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 from jaxrl.bridge.source import ParamsSource
-from jaxrl.core.precision import Precision
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.model import decoder
 from tests.bridge.cases import (
@@ -97,49 +95,6 @@ def test_experts_are_exact(
             source = ParamsSource(params(config, 1), decoder(config).specs, dtype=wire)
             publisher.publish(source, version=version)
             assert engine.generate(PROMPTS) == expected
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_is_that_of_compressed_tensors(
-    engine: ChildEngine, tmp_path: Path, dtype: str
-) -> None:
-    """Weights that are quantised in the server, as it starts and at a publish, give the outputs of
-    an exported checkpoint in vLLM's own format."""
-    config, wire = FAMILIES["qwen2"], np.dtype(DTYPES[dtype])
-    exported = tmp_path / "exported"
-    huggingface.save(exported, params(config, 1), config, dtype=wire, blocks="int8")
-    engine.open(exported, dtype)
-    expected = engine.generate(PROMPTS)
-    engine.open(checkpoint(config, 1, tmp_path / "new", wire), dtype, quantization="jaxrl_int8")
-    assert engine.generate(PROMPTS) == expected
-    engine.open(checkpoint(config, 0, tmp_path / "old", wire), dtype, quantization="jaxrl_int8")
-    assert engine.generate(PROMPTS) != expected
-    settings: dict[str, Any] = {"wire": wire, "sampler": wire}
-    with pytest.raises(RefusedError, match="computes with blocks=int8 and the learner with bl"):
-        SharedMemoryPublisher([engine], **settings)
-    specs = decoder(config).specs
-    with SharedMemoryPublisher([engine], **settings, blocks="int8") as publisher:
-        for version in range(2):
-            source = ParamsSource(params(config, 1), specs, dtype=wire)
-            publisher.publish(source, version=version)
-            assert engine.generate(PROMPTS) == expected
-    assert engine.call("loaded_modules") == []
-    if dtype == "float32":
-        alike, plain = (differences(config, p, expected) for p in ("fp32,blocks=int8", "fp32"))
-        assert np.median(alike) < 1e-5 < 1e-3 < np.median(plain)
-
-
-def differences(config: DecoderConfig, precision: str, outputs: list) -> np.ndarray:
-    """Compares a learner's log-probs of the outputs for `PROMPTS` with the engine's; returns the
-    sizes of the differences."""
-    model, weights, found = decoder(config), params(config, 1), []
-    for prompt, (tokens, logprobs) in zip(PROMPTS, outputs, strict=True):
-        ids = jnp.array([prompt + tokens])
-        places, ones = jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
-        hidden = model.hidden(weights, ids, places, ones, precision=Precision.parse(precision))
-        own = jax.nn.log_softmax(hidden @ model.unembedding(weights).T)[0, len(prompt) - 1 : -1]
-        found.append(np.abs(own[np.arange(len(tokens)), np.array(tokens)] - np.array(logprobs)))
-    return np.concatenate(found)
 
 
 @dataclasses.dataclass
