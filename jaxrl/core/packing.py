@@ -19,7 +19,7 @@ from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until
 from jaxrl.core.runs import bound_runs, most_sequences, reserves_by_run
 from jaxrl.sharding.transfer import place
 
-_Places = TypeVar("_Places", int, np.ndarray)
+T = TypeVar("T", int, np.ndarray)
 
 
 class Alignment(NamedTuple):
@@ -29,7 +29,7 @@ class Alignment(NamedTuple):
     block: int  # a sequence that would cross a multiple of this begins at one
     shared: bool = False  # prefixes that prompts share are written once, see `prefixes`
 
-    def begin(self, free: _Places, length: int) -> _Places:
+    def begin(self, free: T, length: int) -> T:
         """Returns the first place for a sequence in a row that is free from `free` on; of several
         rows, if `free` is an array."""
         begin = -(-free // self.start) * self.start
