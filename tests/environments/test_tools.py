@@ -203,9 +203,8 @@ def test_a_tool_that_cannot_be_loaded_is_named(tmp_path):
         (f"search:{tmp_path}/none.txt", "none.txt: there is no such file; relative paths start"),
         (f"search:{tmp_path}/notes.md", "notes.md is not a .txt or .jsonl file"),
     ):
-        with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        with pytest.raises(ValueError, match=rf"^environment\.tools.*{re.escape(said)}"):
             load_tools([reference])
-        assert str(raised.value).startswith("environment.tools")
 
 
 @pytest.mark.parametrize(
