@@ -12,7 +12,7 @@ from jaxrl.builders.critic import open_critic, place_critic
 from jaxrl.builders.model import ModelFiles, attention_note, load_trained, trained_specs
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.reference import ScoreApart, place_reference
-from jaxrl.builders.rows import choose_rows, minibatch_shape
+from jaxrl.builders.rows import choose_rows, trained_shape
 from jaxrl.config.training import Config
 from jaxrl.core import (
     Alignment,
@@ -133,7 +133,7 @@ def open_learning(
     learning = Learning(
         recipe=recipe,
         layout=layout,
-        shape=step_shape(config, align, layout=layout),
+        shape=step_shape(config, align, sizes=model.config, layout=layout),
         rows_note=rows_note,
         model=model,
         specs=specs,
@@ -186,11 +186,12 @@ def holds_reference(config: Config, recipe: Recipe) -> bool:
     return needs_reference(config, recipe) and config.reference.server is None
 
 
-def step_shape(config: Config, align: Alignment, *, layout: Layout) -> MinibatchShape:
+def step_shape(
+    config: Config, align: Alignment, *, sizes: DecoderConfig, layout: Layout
+) -> MinibatchShape:
     """Returns the shape of the minibatches of a step."""
-    return minibatch_shape(
-        config, layout, max_rows=max_rows(config, align), packed=config.train.packing, align=align
-    )
+    options: Any = {"max_rows": max_rows(config, align), "packed": config.train.packing}
+    return trained_shape(config, layout, sizes=sizes, align=align, **options)
 
 
 def step_minibatch(

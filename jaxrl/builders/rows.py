@@ -7,7 +7,14 @@ from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import SHARED, Alignment, MinibatchShape
 from jaxrl.losses import Need, Objective
-from jaxrl.models import NOT_SHARED, DecoderConfig, Kernel, sequence_alignment, unshared_reason
+from jaxrl.models import (
+    NOT_SHARED,
+    DecoderConfig,
+    Kernel,
+    reserves_by_run,
+    sequence_alignment,
+    unshared_reason,
+)
 from jaxrl.sharding import Layout
 
 _BLOCK = 128  # kernels work in blocks of it, so rows are multiples of it where possible
@@ -40,6 +47,15 @@ def choose_rows(
         config = config.model_copy(update={"train": train})
     note = f"completions of a group share their prompt, in rows of {config.row_length} tokens"
     return config, SHARED, note
+
+
+def trained_shape(
+    config: Config | SupervisedConfig, layout: Layout, *, sizes: DecoderConfig, **options: Any
+) -> MinibatchShape:
+    """Returns `minibatch_shape` of minibatches that the learner computes gradients of."""
+    kernel, align = choose_kernel(config, sizes, layout=layout), options.get("align")
+    bound = reserves_by_run(kernel, layout) and not (align and align.shared)
+    return minibatch_shape(config, layout, bound_runs=bound, **options)
 
 
 def minibatch_shape(

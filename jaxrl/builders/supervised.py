@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.optimizer import Optimizer, make_optimizer
-from jaxrl.builders.rows import minibatch_shape
+from jaxrl.builders.rows import trained_shape
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.core import Hosts, MinibatchShape
 from jaxrl.huggingface import Checkpoint
-from jaxrl.models import Model
+from jaxrl.models import DecoderConfig, Model
 from jaxrl.sharding import Layout
 
 
@@ -38,12 +38,13 @@ def set_up(config: SupervisedConfig, checkpoint: Checkpoint) -> Setup:
 
 
 def supervised_shape(
-    config: SupervisedConfig, *, layout: Layout, together: int = 1
+    config: SupervisedConfig, *, sizes: DecoderConfig, layout: Layout, together: int = 1
 ) -> MinibatchShape:
     """Returns the shape of the batches, with `together` consecutive sequences in a row."""
-    return minibatch_shape(
+    return trained_shape(
         config,
         layout,
+        sizes=sizes,
         max_rows=config.train.batch_size,
         packed=config.train.packing,
         together=together,

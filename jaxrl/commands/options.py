@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import os
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,8 @@ def output(text: str) -> Path:
     for hours what it cannot write.
 
     Raises:
-      argparse.ArgumentTypeError: for a directory, or a place where none can be made.
+      argparse.ArgumentTypeError: for a directory, a file that may not be written, or a place where
+        none can be made.
     """
     path = Path(text)
     if path.is_dir():
@@ -104,6 +106,9 @@ def output(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}: {error.filename}") from None
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: no permission to write {place}")
     return path
 
 

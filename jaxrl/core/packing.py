@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl.core.batch import Minibatch, Rollout, TokenBatch
 from jaxrl.core.kept import RECORD
 from jaxrl.core.prefixes import Span, cut, group_by_prompt, in_order, seen_until, shared_prefix
-from jaxrl.core.runs import bound_runs, most_sequences, reserves_by_run
+from jaxrl.core.runs import bound_runs, most_sequences
 from jaxrl.sharding.transfer import place
 
 T = TypeVar("T", int, np.ndarray)
@@ -63,6 +63,9 @@ class MinibatchShape:
     align: Alignment = ANYWHERE
     together: int = 1  # consecutive rollouts that always share a row: 2 for pairs, if not `shared`
     sharding: Any = None  # of arrays [rows, tokens]; None for the default device
+    # Bound the runs of each minibatch (`Runs`), for kernels that reserve memory for each run. The
+    # step then compiles once for each pair of bounds.
+    bound_runs: bool = False
 
     def microbatches(self, rows: int) -> int:
         """Counts the microbatches that this number of rows fills, at least one."""
@@ -95,8 +98,7 @@ def pack_minibatch(
         row_length=shape.row_length,
         align=shape.align,
     )
-    devices = jax.devices() if shape.sharding is None else shape.sharding.device_set
-    if reserves_by_run(next(iter(devices))) and not shape.align.shared:
+    if shape.bound_runs:
         batch = dataclasses.replace(batch, runs=bound_runs(np.asarray(batch.segments)))
     return Minibatch(
         batch=place(batch, shape.sharding),

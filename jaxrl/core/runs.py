@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxrl.core.buckets import count_bucket
@@ -44,9 +43,3 @@ def run_begins(segments: Any, *, longest: int, before: Any) -> Any:
     places = np.arange(segments.shape[1])[None]
     pieces = (segments == 0) & (places % longest == 0)
     return (segments != before) | pieces | (places == 0)
-
-
-def reserves_by_run(device: jax.Device) -> bool:
-    """Tells if kernels of attention reserve memory for each sequence there: cuDNN's packed form,
-    which NVIDIA's GPUs have since Hopper."""
-    return device.platform == "gpu" and int(device.compute_capability.split(".")[0]) >= 9

@@ -5,6 +5,7 @@ from .attention.kernels import (
     Wanted as Wanted,
     attend_by as attend_by,
     choose_kernel as choose_kernel,
+    reserves_by_run as reserves_by_run,
     unshared_reason as unshared_reason,
     verify_kernel as verify_kernel,
 )

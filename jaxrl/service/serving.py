@@ -19,6 +19,7 @@ from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.huggingface import Checkpoint
+from jaxrl.models import Wanted
 from jaxrl.service.app import Service, application
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
@@ -32,6 +33,20 @@ from jaxrl.service.state import Store
 
 _STARTED_RANK = 64  # the largest of adapters on a server that the service starts
 _KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
+
+
+def kernel_for_tenants(wanted: Wanted, *, platform: str) -> Wanted:
+    """Returns the kernel of attention that tenants' adapters are computed with: jax cannot
+    vectorise cuDNN's over tenants.
+
+    Raises:
+      ValueError: for `cudnn`.
+    """
+    if wanted == "cudnn":
+        raise ValueError(
+            "attention = 'cudnn': it cannot compute several tenants at once; use 'auto' or 'xla'"
+        )
+    return "xla" if platform == "gpu" else wanted
 
 
 @contextmanager
@@ -57,12 +72,13 @@ def open_service(
     checkpoint, precision = Checkpoint(model_dir), settings.precision
     prepare_devices(settings.mesh, SamplerConfig())
     layout = make_layout(settings.mesh, precision=precision)
+    platform = layout.mesh.devices.flat[0].platform
     model, params = load_model(
         checkpoint,
         layout=layout,
         dtype=precision.wire,
         remat=settings.remat,
-        attention=settings.attention,
+        attention=kernel_for_tenants(settings.attention, platform=platform),
     )
     base = Base(model, params, precision, layout)
     with ExitStack() as closing:

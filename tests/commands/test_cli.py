@@ -68,6 +68,13 @@ def test_unusable_files_are_refused_before_the_work(command, option, tmp_path, c
         assert said in shown
 
 
+def test_a_file_without_permission_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(SystemExit):
+        main(["report", "--out", str(tmp_path / "page.html")])
+    assert f"page.html': no permission to write {tmp_path}" in capsys.readouterr().err
+
+
 def test_full_help_shows_every_key(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):

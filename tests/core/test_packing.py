@@ -1,11 +1,12 @@
 """Packing keeps every token exactly once; counts over sequences see through the packing."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxrl.core import packing
 from jaxrl.core.batch import Rollout, action_sequences, action_tokens, segment_sum, sequence_weights
 from jaxrl.core.packing import (
     Alignment,
@@ -194,13 +195,10 @@ def test_more_rows_than_room_is_an_error():
         plan_rows([rollout(1, 1)] * 3, shape)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_minibatches_bound_their_runs_where_kernels_need_it(shared, monkeypatch):
-    align = packing.SHARED if shared else packing.ANYWHERE
-    shape = MinibatchShape(row_length=1024, rows_per_microbatch=1, align=align)
+def test_minibatches_bound_their_runs_where_kernels_need_it():
+    shape = MinibatchShape(row_length=1024, rows_per_microbatch=1)
     samples = [rollout(4, n) for n in (150, 100, 200, 3, 3, 3)]
     assert pack_minibatch(samples, [0.0] * 6, shape=shape).batch.runs is None
-    monkeypatch.setattr(packing, "reserves_by_run", lambda device: True)
-    runs = pack_minibatch(samples, [0.0] * 6, shape=shape).batch.runs
+    bounded = dataclasses.replace(shape, bound_runs=True)
     # Six sequences in a row, and padding, which lies in three pieces of 256 tokens.
-    assert runs == (None if shared else Runs(16, 256))
+    assert pack_minibatch(samples, [0.0] * 6, shape=bounded).batch.runs == Runs(16, 256)

@@ -128,7 +128,7 @@ def test_rows_beyond_the_bounds_give_nan(runs, monkeypatch):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "context": 2, "tensor": 2}])
 def test_the_mask_is_that_of_attention(sizes, window, monkeypatch):
-    monkeypatch.setattr(kernels, "reserves_by_run", lambda device: False)
+    monkeypatch.setattr(kernels, "reserves_by_run", lambda *_: False)
     attend = kernels.by_kernel("cudnn", layout=layout(**sizes))
     assert_equal(results(attend, 64, 8, window=window), results(attention, 64, 8, window=window))
 
@@ -141,7 +141,7 @@ def test_the_mask_is_that_of_attention(sizes, window, monkeypatch):
 def test_calls_of_a_layer_for_cuda(remat, forward, hopper, windows, monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: hopper)
-    monkeypatch.setattr(kernels, "reserves_by_run", lambda device: hopper)
+    monkeypatch.setattr(kernels, "reserves_by_run", lambda *_: hopper)
     attend = kernels.by_kernel("cudnn", layout=layout())
     config = dataclasses.replace(tiny.CONFIG, windows=windows)
     model = decoder(config, remat=remat, attend=attend)

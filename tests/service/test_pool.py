@@ -11,6 +11,7 @@ from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
 from jaxrl.service.sampling import Embedded, Request, Samplers
 from jaxrl.service.scoring import Asked
+from jaxrl.service.serving import kernel_for_tenants
 from jaxrl.service.wire import Batch, Datum
 from jaxrl.sharding import PRESETS, Layout, make_mesh, place
 from tests import tiny
@@ -205,3 +206,10 @@ def test_a_mesh_computes_what_one_device_computes(base, kind):
     for one, other in zip(second.samples, first.samples, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_attention_of_tenants_on_a_gpu_is_not_cudnn():
+    assert kernel_for_tenants("auto", platform="gpu") == "xla"
+    assert kernel_for_tenants("auto", platform="tpu") == "auto"
+    with pytest.raises(ValueError, match=r"attention = 'cudnn': it cannot .* use 'auto' or 'xla'"):
+        kernel_for_tenants("cudnn", platform="gpu")

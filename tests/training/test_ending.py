@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-import threading
 
 import jax
 import pytest
 
 from jaxrl.core import Hosts
 from jaxrl.tracking.tracker import read_metrics, write_lines
+from jaxrl.training import run_directory
 from jaxrl.training.ending import ending, is_training
 from jaxrl.training.run_directory import lock, record_start
 
@@ -50,10 +50,15 @@ def test_a_run_trains_while_a_program_holds_its_lock(tmp_path):
     assert is_training(str(run)) is None
 
 
-def test_a_look_at_a_run_does_not_keep_it_from_starting(tmp_path):
-    descriptor = os.open(tmp_path, os.O_RDONLY)
+def test_a_look_at_a_run_does_not_keep_it_from_starting(tmp_path, monkeypatch):
+    descriptor, waits = os.open(tmp_path, os.O_RDONLY), []
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    timer = threading.Timer(0.02, os.close, [descriptor])
-    timer.start()
+
+    def glance_ends(seconds):
+        waits.append(seconds)
+        os.close(descriptor)
+
+    monkeypatch.setattr(run_directory.time, "sleep", glance_ends)
     with lock(tmp_path, Hosts()):
-        timer.join()
+        pass
+    assert len(waits) == 1

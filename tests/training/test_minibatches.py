@@ -106,7 +106,7 @@ def test_the_description_is_what_training_passes(changes, found, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(convert.to_hf_config(sizes, dtype="float32")))
     layout, recipe = make_layout(config.mesh, devices=jax.devices()[:1]), make_recipe(config)
     config, align, _ = choose_rows(config, sizes, objective=recipe.objective, layout=layout)
-    shape = step_shape(config, align, layout=layout)
+    shape = step_shape(config, align, sizes=sizes, layout=layout)
     described = step_minibatch(config, recipe, sizes=sizes, shape=shape)
     given = passed(config, recipe, sizes=sizes, shape=shape, layout=layout)
     assert jax.tree.structure(described) == jax.tree.structure(given)

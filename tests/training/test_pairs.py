@@ -92,7 +92,8 @@ def read(rows, config, tokenizer, *, max_tokens=ROW_LENGTH):
 
 def packed_pairs(some, config):
     layout = make_layout(config.mesh)
-    return pack_pairs(some, shape=supervised_shape(config, layout=layout, together=2))
+    shape = supervised_shape(config, sizes=tiny.CONFIG, layout=layout, together=2)
+    return pack_pairs(some, shape=shape)
 
 
 USER = {"role": "user", "content": "cd"}

@@ -23,6 +23,7 @@ from jaxrl.learner import Learner, make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import (
     DecoderConfig,
+    Kernel,
     Model,
     Params,
     attend_by,
@@ -30,6 +31,7 @@ from jaxrl.models import (
     decoder,
     init,
     product,
+    reserves_by_run,
 )
 from jaxrl.sampling import EmbeddedSampler, SamplingParams
 
@@ -47,7 +49,8 @@ class Bench:
     model: Model
     params: Params
     work: Work
-    kernel: Callable[[Precision], str]  # that computes attention
+    kernel: Callable[[Precision], Kernel]  # that computes attention
+    shape: Callable[[Precision], MinibatchShape]  # of the learner's batch
 
 
 def build(config: DecoderConfig, work: Work) -> Bench:
@@ -57,12 +60,16 @@ def build(config: DecoderConfig, work: Work) -> Bench:
     model = decoder(config, remat=work.remat, layout=layout, attend=attend)
     params = init(model.specs, jax.random.key(0), dtype=np.dtype(np.float32))
 
-    def kernel(precision: Precision) -> str:
+    def kernel(precision: Precision) -> Kernel:
         return choose_kernel(
             work.attention, layout=layout, config=config, precision=precision, length=work.row
         )
 
-    return Bench(model, params, work, kernel)
+    def shape(precision: Precision) -> MinibatchShape:
+        bound = reserves_by_run(kernel(precision), layout)
+        return MinibatchShape(row_length=work.row, rows_per_microbatch=1, bound_runs=bound)
+
+    return Bench(model, params, work, kernel, shape)
 
 
 def learner(bench: Bench, precision: Precision) -> Numbers:
@@ -77,7 +84,7 @@ def learner(bench: Bench, precision: Precision) -> Numbers:
         )
         for one in tokens
     ]
-    shape = MinibatchShape(row_length=work.row, rows_per_microbatch=1)
+    shape = bench.shape(precision)
     minibatch = pack_minibatch(rollouts, list(rng.normal(size=count)), shape=shape)
     built = _learner(bench.model, precision)
     state = jit(built.init, donate_argnums=0)(_copy(bench.params, precision))
@@ -148,7 +155,7 @@ def beta(bench: Bench, precision: Precision) -> Numbers:
     minibatch = pack_minibatch(
         rollouts,
         list(np.random.default_rng(0).normal(size=len(rollouts))),
-        shape=MinibatchShape(row_length=bench.work.row, rows_per_microbatch=1),
+        shape=bench.shape(precision),
     )
     found = split(
         _learner(bench.model, precision), minibatch, params=_copy(params, precision)

@@ -79,6 +79,6 @@ def make_step(config: Config, topology: Topology) -> PlannedStep:
         state=placed(shapes, shardings),
         state_shardings=shardings,
         minibatch=step_minibatch(
-            config, recipe, sizes=sizes, shape=step_shape(config, align, layout=layout)
+            config, recipe, sizes=sizes, shape=step_shape(config, align, sizes=sizes, layout=layout)
         ),
     )

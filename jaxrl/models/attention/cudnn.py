@@ -24,7 +24,12 @@ _SHARED = jax.__version_info__ >= (0, 11)
 
 def head_dim_limit(capability: str) -> int:
     """Returns the largest head size on a GPU of this compute capability, such as "9.0"."""
-    return 256 if int(capability.split(".")[0]) >= 9 else 128
+    return 256 if is_hopper(capability) else 128
+
+
+def is_hopper(capability: str) -> bool:
+    """Returns True for the compute capability of Hopper or a later generation."""
+    return int(capability.split(".")[0]) >= 9
 
 
 def find_runs(segments: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array, jax.Array]:

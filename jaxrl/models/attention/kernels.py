@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision
-from jaxrl.core.runs import bound_runs, reserves_by_run
+from jaxrl.core.runs import bound_runs
 from jaxrl.models.attention import cudnn, splash
 from jaxrl.models.attention.blocks import Attend, Part, attention
 from jaxrl.models.attention.scores import Scoring
@@ -115,6 +115,12 @@ def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Atten
         return on_mesh(q, k, v, segments, scoring=scoring, precision=precision, runs=runs)
 
     return chosen
+
+
+def reserves_by_run(kernel: Kernel, layout: Layout) -> bool:
+    """Tells if a kernel reserves memory for each sequence of a row: cuDNN's packed form, which GPUs
+    have since Hopper."""
+    return kernel == "cudnn" and cudnn.is_hopper(layout.mesh.devices.flat[0].compute_capability)
 
 
 def unshared_reason(kernel: Kernel) -> str | None:
@@ -234,8 +240,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             return attention(q, k, v, segments, scoring=scoring, precision=precision)
         local = functools.partial(_LOCAL[kernel], precision=precision)
         if kernel == "cudnn":
-            packed = reserves_by_run(layout.mesh.devices.flat[0])
-            local = functools.partial(local, packed=packed, runs=runs)
+            local = functools.partial(local, packed=reserves_by_run(kernel, layout), runs=runs)
         constant = None
         if kernel == "splash":
             constant = splash.build(q, layout, scoring=scoring, interpret=interpret)

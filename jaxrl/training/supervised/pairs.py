@@ -70,7 +70,8 @@ def fit_pairs(
     """Trains on pairs as `fit`; `task` has the attributes of `Task` that are not made here."""
     size, hosts, held_out = config.train.batch_size, setup.hosts, data.held_out.pairs
     pack = functools.partial(
-        pack_pairs, shape=supervised_shape(config, layout=setup.layout, together=2)
+        pack_pairs,
+        shape=supervised_shape(config, sizes=setup.model.config, layout=setup.layout, together=2),
     )
     count = hosts.share(len(held_out))
 

@@ -55,7 +55,7 @@ def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
     if Hosts().leads:
         texts = load_texts(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config, checkpoint)
-    shape = supervised_shape(config, layout=setup.layout)
+    shape = supervised_shape(config, sizes=setup.model.config, layout=setup.layout)
 
     loss = dft() if config.loss.name == "dft" else cross_entropy()
 
