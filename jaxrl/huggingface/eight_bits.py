@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.core.blocks import BLOCK, MATRICES, numbers_and_factors
+from jaxrl.core.compiled import jit_forward
 from jaxrl.models.integers import quantise
 from jaxrl.models.spec import ParamSpec
 
 _FACTORS = {"e4m3": "_scale_inv", "int8": "_scale"}  # what the names of factors end in
-_ROUND = {"e4m3": jax.jit(numbers_and_factors), "int8": jax.jit(quantise)}
+_ROUND = {"e4m3": jit_forward(numbers_and_factors), "int8": jit_forward(quantise)}
 
 
 def matrices(flat: Mapping[str, ParamSpec], *, blocks: str) -> set[str]:

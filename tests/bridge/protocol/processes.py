@@ -213,6 +213,7 @@ class Server:
         config = SimpleNamespace(
             model=str(self._checkpoint),
             dtype="torch.float16",
+            quantization=None,
             logprobs_mode="processed_logprobs",
             hf_config=SimpleNamespace(tie_word_embeddings=False),
             hf_text_config=SimpleNamespace(num_hidden_layers=1),
