@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 
 import pytest
@@ -64,6 +65,7 @@ class Method:
 
 
 ACTOR = threading.local()
+FREE = threading.Event()
 
 
 def double(number: int) -> int:
@@ -78,6 +80,25 @@ def fail(number: int) -> int:
 def kill(number: int) -> int:
     ACTOR.value.die()
     return number
+
+
+def hold() -> None:
+    """Runs until a test sets the event."""
+    assert FREE.wait(SECONDS)
+
+
+@pytest.fixture
+def free() -> Iterator[threading.Event]:
+    FREE.clear()
+    yield FREE
+    FREE.set()
+
+
+def until(reached: Callable[[], object]) -> None:
+    late = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < late
+        time.sleep(0.001)
 
 
 def start(count: int, *, slots: int) -> tuple[list[Actor], Workers]:
@@ -113,17 +134,18 @@ def test_error_is_raised_here_and_a_cancelled_call_is_not_made():
     assert workers.submit(double, 4).result(SECONDS) == 8
 
 
-def test_silent_worker_is_ended_and_its_call_is_made_again(monkeypatch):
+def test_silent_worker_is_ended_and_its_call_is_made_again(monkeypatch, free):
     for name, value in {"_POLL": 0.02, "_SILENT": 0.3, "_ASKED": 0.05}.items():
         monkeypatch.setattr(module, name, value)
     actors, workers = start(2, slots=1)
     assert workers.submit(double, 1).result(SECONDS) == 2
-    calls = [workers.submit(time.sleep, 0.8)]
-    while not any(actor.running for actor in actors):
-        time.sleep(0.001)
+    call = workers.submit(hold)
+    until(lambda: any(actor.running for actor in actors))
     silent = next(actor for actor in actors if actor.running)
     silent.silent = True
-    assert not wait_for(calls, SECONDS).not_done
+    until(lambda: silent.deaths)
+    free.set()
+    assert call.result(SECONDS) is None
     assert silent.deaths == 1
 
 
@@ -136,24 +158,20 @@ def test_no_worker_for_long_is_an_error_with_the_last_failure(monkeypatch):
         workers.submit(double, 1).result(SECONDS)
 
 
-def test_workers_may_come_and_go_while_calls_run(monkeypatch):
+def test_workers_may_come_and_go_while_calls_run(monkeypatch, free):
     for name, value in {"_POLL": 0.02, "_FOUND": 0.05}.items():
         monkeypatch.setattr(module, name, value)
     actors, workers = start(1, slots=2)
-    calls = [workers.submit(double, i) for i in range(40)]
-    assert calls[0].result(SECONDS) == 0
+    held = [workers.submit(hold) for _ in range(2)]
+    until(lambda: len(actors[0].running) == 2)
+    calls = [workers.submit(double, i) for i in range(10)]
     actors.append(Actor())
-    while not (workers.count == 2 and actors[1].most):
-        calls.append(workers.submit(double, len(calls)))
-        time.sleep(0.005)
-    assert not wait_for(calls, SECONDS).not_done
-    held = [workers.submit(time.sleep, 0.5) for _ in range(2)]
-    while not (actors[0].running and actors[1].running):
-        time.sleep(0.001)
-    gone = actors.pop()
-    workers._find = lambda: {"a": actors[0]}
-    gone.silent = True  # its call never ends, and is made by the other
+    assert [call.result(SECONDS) for call in calls] == [2 * i for i in range(10)]
+    assert workers.count == 2
+    held.append(workers.submit(hold))
+    until(lambda: actors[1].running)
+    actors.pop().silent = True  # its call never ends, and is made by the other
+    until(lambda: workers.count == 1)
+    free.set()
     assert not wait_for(held, SECONDS).not_done
-    assert [call.result() for call in calls] == [2 * i for i in range(len(calls))]
-    assert workers.count == 1
     assert workers.numbers()["fleet/deaths"] == workers.numbers()["fleet/calls"] == 0
