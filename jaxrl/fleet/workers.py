@@ -52,8 +52,8 @@ class _Call:
 class _Worker:
     """A worker as the learner knows it."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, actor: Any, *, seen: bool) -> None:
+        self.actor, self.seen = actor, seen  # once it has had a place
         self.calls: dict[int, _Call] = {}  # running, by their numbers
         self.ready = False
         self.reserved = False  # for a call that has to be alone
@@ -75,7 +75,8 @@ class Workers:
         `fleet.worker.Worker`. `restart` ends one and starts it again."""
         self.together = 0  # calls at the same time, of all workers; each makes at least one
         self._find, self._restart = find, restart
-        self._workers, self._found = {n: _Worker(a) for n, a in find().items()}, time.monotonic()
+        self._workers = {name: _Worker(actor, seen=True) for name, actor in find().items()}
+        self._found = time.monotonic()
         self._waiting: deque[_Call] = deque()
         self._events = SimpleQueue[Callable[[], None]]()
         self._deaths = 0
@@ -86,8 +87,9 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Number of workers, at least one."""
-        return max(1, len(self._workers))
+        """Number of workers that share the load, at least one: those of the beginning, and those
+        added since that have answered; others may still wait for a node."""
+        return max(1, sum(worker.seen for worker in [*self._workers.values()]))
 
     def numbers(self) -> dict[str, float]:
         """Returns the present state as metrics: "fleet/workers", those that answer; "fleet/calls"
@@ -228,7 +230,7 @@ class Workers:
         for name in self._workers.keys() - actors.keys():
             self._deaths -= self._workers[name].ready  # nothing died
             self._lost(self._workers.pop(name), "was removed")
-        added = {n: _Worker(a) for n, a in actors.items() if n not in self._workers}
+        added = {n: _Worker(a, seen=False) for n, a in actors.items() if n not in self._workers}
         self._workers = self._workers | added
 
     def _ask(self, worker: _Worker) -> None:
@@ -247,7 +249,7 @@ class Workers:
         if (error := done.exception()) is not None:
             self._lost(worker, f"died ({_first_line(error)})")
         else:
-            worker.ready = True
+            worker.ready = worker.seen = True
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ class Actor:
         self.threads, self.lock = ThreadPoolExecutor(64), threading.Lock()
         self.running: set[Future] = set()
         self.most = self.deaths = 0
-        self.silent = False
+        self.silent, self.asked = False, list[Future]()  # and those without an answer
         self.call, self.awake = Method(self._call), Method(self._awake)
 
     def die(self) -> None:
@@ -33,9 +33,17 @@ class Actor:
 
     def _awake(self) -> Future:
         answer: Future = Future()
+        with self.lock:
+            self.asked.append(answer)
         if not self.silent:
-            answer.set_result(True)
+            self.wake()
         return answer
+
+    def wake(self) -> None:
+        with self.lock:
+            self.silent, asked, self.asked = False, self.asked, []
+        for answer in asked:
+            answer.set_result(True)
 
     def _call(self, request: bytes) -> Future:
         answer: Future = Future()
@@ -162,14 +170,20 @@ def test_workers_may_come_and_go_while_calls_run(monkeypatch, free):
     for name, value in {"_POLL": 0.02, "_FOUND": 0.05}.items():
         monkeypatch.setattr(module, name, value)
     actors, workers = start(1, slots=2)
+    assert workers.submit(double, 1).result(SECONDS) == 2
+    added = Actor()
+    added.silent = True  # it has no place yet, so the whole load stays with the other
+    actors.append(added)
+    until(lambda: added.asked)
     held = [workers.submit(hold) for _ in range(2)]
     until(lambda: len(actors[0].running) == 2)
+    assert workers.count == 1
     calls = [workers.submit(double, i) for i in range(10)]
-    actors.append(Actor())
+    added.wake()
     assert [call.result(SECONDS) for call in calls] == [2 * i for i in range(10)]
     assert workers.count == 2
     held.append(workers.submit(hold))
-    until(lambda: actors[1].running)
+    until(lambda: added.running)
     actors.pop().silent = True  # its call never ends, and is made by the other
     until(lambda: workers.count == 1)
     free.set()
