@@ -89,13 +89,13 @@ class Workers:
     def count(self) -> int:
         """Number of workers that share the load, at least one: those of the beginning, and those
         added since that have answered; others may still wait for a node."""
-        return max(1, sum(worker.seen for worker in [*self._workers.values()]))
+        return max(1, sum(worker.seen for worker in self._workers.values()))
 
     def numbers(self) -> dict[str, float]:
         """Returns the present state as metrics: "fleet/workers", those that answer; "fleet/calls"
         that they make; "fleet/waiting", calls that wait for room; "fleet/deaths" of workers since
         the process started."""
-        workers = [*self._workers.values()]
+        workers = self._workers.values()
         return {
             "fleet/workers": float(sum(one.ready for one in workers)),
             "fleet/calls": float(sum(len(one.calls) for one in workers)),
@@ -173,7 +173,7 @@ class Workers:
         if (call := worker.calls.get(number)) is None:
             return  # it has been given up
         if (error := done.exception()) is not None:
-            self._lost(worker, f"died ({_first_line(error)})")
+            self._failed(worker, error)
             return
         del worker.calls[number]
         worker.reserved = worker.reserved and bool(worker.calls)
@@ -184,14 +184,17 @@ class Workers:
         else:
             call.future.set_result(result)
 
+    def _failed(self, worker: _Worker, error: BaseException) -> None:
+        """Gives up a worker that ended; of one that was removed, no call is to blame."""
+        if worker.ready:
+            self._find_changes()
+        if any(one is worker for one in self._workers.values()):
+            self._lost(worker, f"died ({_first_line(error)})")
+
     def _lost(self, worker: _Worker, how: str) -> None:
         """Puts the calls of a dead worker first in the queue, and asks until it is back."""
-        calls = [*worker.calls.values()]
         self._deaths += worker.ready
-        worker.calls.clear()
-        worker.ready = worker.reserved = False
-        worker.asked, worker.next = None, time.monotonic() + _POLL
-        self._failure = how
+        calls = self._empty(worker, how)
         for call in reversed(calls):
             if len(calls) > 1:
                 call.shared += 1
@@ -202,13 +205,20 @@ class Workers:
             else:
                 self._waiting.appendleft(call)
 
+    def _empty(self, worker: _Worker, how: str) -> list[_Call]:
+        """Takes the calls of a worker that is not there, and returns them."""
+        calls = [*worker.calls.values()]
+        worker.calls.clear()
+        worker.ready = worker.reserved = False
+        worker.asked, worker.next = None, time.monotonic() + _POLL
+        self._failure = how
+        return calls
+
     def _look(self) -> None:
         """Asks workers if they are there, and ends those that are silent."""
         self._looked = now = time.monotonic()
         if now - self._found > _FOUND:
-            self._found = now
-            with contextlib.suppress(Exception):  # a busy cluster is asked again at the next look
-                self._follow(self._find())
+            self._find_changes()
         for worker in self._workers.values():
             if worker.asked is not None and now - worker.asked > _SILENT and worker.ready:
                 self._restart(worker.actor)
@@ -225,13 +235,20 @@ class Workers:
             while self._waiting:
                 self._waiting.popleft().future.set_exception(error)
 
-    def _follow(self, actors: Mapping[str, Any]) -> None:
+    def _find_changes(self) -> None:
         """Takes new workers in; others make the calls of those that are gone."""
-        for name in self._workers.keys() - actors.keys():
-            self._deaths -= self._workers[name].ready  # nothing died
-            self._lost(self._workers.pop(name), "was removed")
-        added = {n: _Worker(a, seen=False) for n, a in actors.items() if n not in self._workers}
-        self._workers = self._workers | added
+        self._found = time.monotonic()
+        with contextlib.suppress(Exception):  # a busy cluster is asked again at the next look
+            self._follow(self._find())
+
+    def _follow(self, actors: Mapping[str, Any]) -> None:
+        # The name of a worker that is removed may be used again.
+        kept = {n: one for n, one in self._workers.items() if actors.get(n) == one.actor}
+        gone = [one for name, one in self._workers.items() if name not in kept]
+        added = {n: _Worker(a, seen=False) for n, a in actors.items() if n not in kept}
+        self._workers = kept | added
+        for worker in gone:
+            self._waiting.extendleft(reversed(self._empty(worker, "was removed")))
 
     def _ask(self, worker: _Worker) -> None:
         if worker.asked is not None:
@@ -247,7 +264,7 @@ class Workers:
             return  # of a worker that has been given up
         worker.asked, worker.next = None, time.monotonic() + _ASKED
         if (error := done.exception()) is not None:
-            self._lost(worker, f"died ({_first_line(error)})")
+            self._failed(worker, error)
         else:
             worker.ready = worker.seen = True
 

@@ -189,3 +189,17 @@ def test_workers_may_come_and_go_while_calls_run(monkeypatch, free):
     free.set()
     assert not wait_for(held, SECONDS).not_done
     assert workers.numbers()["fleet/deaths"] == workers.numbers()["fleet/calls"] == 0
+
+
+def test_removal_is_no_death_of_its_calls_even_if_the_name_is_used_again(monkeypatch, free):
+    monkeypatch.setattr(module, "_POLL", 0.02)
+    actors, workers = start(1, slots=1)
+    call = workers.submit(hold)
+    for _ in range(3):
+        until(lambda: actors[0].running)
+        removed, actors[0] = actors[0], Actor()
+        removed.die()
+    until(lambda: actors[0].running)
+    free.set()
+    assert call.result(SECONDS) is None
+    assert workers.numbers()["fleet/deaths"] == 0
