@@ -33,7 +33,8 @@ class Pool:
         self._slots, self._wanted = list(slots), wanted
         self._own = len(slots)  # slots that the run keeps; others are reserved as they are needed
         self._actors: list[Any] = []
-        self._due: dict[int, float] = {}  # new workers without a place yet, and when to say so
+        # New workers without a place yet: the answer that tells of it, and when to say so.
+        self._due: dict[int, tuple[Any, float]] = {}
         for slot in slots:
             self._start(slot)
 
@@ -51,12 +52,12 @@ class Pool:
                 self._end()
             while len(self) < wanted:
                 self._add()
-        for index, due in list(self._due.items()):
-            if ray.wait([self._slots[index].group.ready()], timeout=0)[0]:
+        for index, (placed, due) in list(self._due.items()):
+            if ray.wait([placed], timeout=0)[0]:
                 del self._due[index]
                 self._events.write(f"worker {index}", "started")
             elif due < time.monotonic():
-                self._due[index] = math.inf
+                self._due[index] = placed, math.inf
                 there = ", ".join(f"{k} {v:g}" for k, v in sorted(free().items())) or "nothing"
                 self._events.note(
                     f"worker {index} waits for {', '.join(self._config.worker_resources)}; free "
@@ -79,7 +80,7 @@ class Pool:
             each = read_resources(self._config.worker_resources)
             group = import_ray().util.placement_group([each])
             self._slots.append(Slot(group, 0, each))
-            self._due[index] = time.monotonic() + self._config.wait
+            self._due[index] = group.ready(), time.monotonic() + self._config.wait
         else:
             self._events.write(f"worker {index}", "started")
         self._start(self._slots[index])

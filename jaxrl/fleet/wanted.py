@@ -14,10 +14,10 @@ class Wanted:
         self._path.unlink(missing_ok=True)
 
     def read(self) -> int | None:
-        """Returns the number; None if nobody has asked, or the file holds no number."""
+        """Returns the number; None if nobody has asked, or no number can be read."""
         try:
             return max(1, int(self._path.read_text()))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
 

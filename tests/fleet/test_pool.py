@@ -83,7 +83,11 @@ def test_pool_grows_and_shrinks_and_keeps_its_own_slots(ray, tmp_path):
     assert waiting == [
         "worker 3 waits for CPU=2; free are: CPU 0.5. It starts as soon as a node has that much"
     ]
+    assert ray.groups[-1].ready.call_count == 1  # each starts a task
     (tmp_path / FILE).write_text("many")
+    pool.look()
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).mkdir()  # cannot be read
     pool.look()
     assert len(pool) == 4
     pool.close()
