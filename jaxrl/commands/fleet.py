@@ -30,7 +30,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(argv)
     if given.workers < 1:
         raise ValueError(f"--workers {given.workers}: a fleet with workers needs at least one")
-    fleet = tomllib.loads(config_of(given.run).read_text(encoding="utf-8"))["fleet"]
+    fleet = tomllib.loads(config_of(given.run).read_text(encoding="utf-8")).get("fleet")
+    if fleet is None:
+        raise ValueError(
+            f"{given.run}/config.toml has no table [fleet], so the run has no workers; name a run "
+            "of `jaxrl train` with fleet.engine and fleet.workers"
+        )
     if fleet["engine"] == "none" or not fleet["workers"]:
         raise ValueError(
             f"{given.run} was started with fleet.engine = {fleet['engine']!r} and fleet.workers = "

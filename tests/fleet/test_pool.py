@@ -102,3 +102,6 @@ def test_command_asks_only_a_run_with_workers(tmp_path, capsys):
     assert "fleet.engine = 'none' and fleet.workers = 0" in capsys.readouterr().err
     assert (tmp_path / FILE).read_text() == "5\n"
     assert main(["fleet", str(tmp_path), "--workers", "0"]) == 1
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")  # of a supervised run
+    assert main(["fleet", str(tmp_path), "--workers", "5"]) == 1
+    assert "has no table [fleet]" in capsys.readouterr().err
