@@ -143,21 +143,28 @@ def run(options: argparse.Namespace, run_dir: Path, killer: Killer, *, kills: in
                 print(f"{sum(killed.values())}: {kind} at step {saved(run_dir)}", flush=True)
         status = process.wait(PATIENCE)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the run did not end within {PATIENCE:.0f} s; see {log}") from error
+        raise RuntimeError(f"the run came no further within {PATIENCE:.0f} s; see {log}") from error
     finally:
         process.terminate()
+        process.wait()
     if status != 0:
         raise RuntimeError(f"the run ended with status {status}; see {log}")
     return killed
 
 
 def wait(process: "subprocess.Popen[bytes]", run_dir: Path, *, chance: random.Random) -> None:
-    """Waits: one time in four for some seconds, perhaps of a start, else for the next step."""
+    """Waits: one time in four for some seconds, perhaps of a start, else for the next step.
+
+    Raises:
+      subprocess.TimeoutExpired: if no step comes.
+    """
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, 10))
         return
-    before = saved(run_dir)
+    before, until = saved(run_dir), time.monotonic() + PATIENCE
     while process.poll() is None and saved(run_dir) == before:
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired(process.args, PATIENCE)
         time.sleep(0.01)
     time.sleep(chance.uniform(0, 0.5))
 
