@@ -255,6 +255,8 @@ def node(target: str, *args: Any, name: str = "x", **more: Any) -> dict[str, Any
         ("use amax", graph_of(node("torch.max", X, 0))),
         ("32 bits", graph_of(node("operator.pow", X, 10**40))),
         ("'out' has no counterpart", graph_of(node("torch.exp", X, kwargs={"out": X}))),
+        ("'weight' has no counterpart", graph_of(
+            node("torch.nn.functional.mse_loss", X, X, kwargs={"weight": X}))),
         ("the argument .* is in no form", graph_of(node("torch.exp", {"ref": "x", "tuple": []}))),
         ("256 are allowed", graph_of(*(node("torch.exp", X, name=f"n{i}") for i in range(400)))),
         ("bytes; 262144 are allowed", " " * (MOST_BYTES + 1)),

@@ -26,7 +26,7 @@ _MODULES = re.compile(
     r"(torch\.nn\.functional|torch\._C\._nn|torch\._C\._special|torch\.special|torch|operator|math)"
     r"\.(special_)?"
 )
-_IGNORED = ("_stacklevel", "inplace", "weight")  # what torch.nn.functional passes on by default
+_IGNORED = ("_stacklevel", "inplace")  # what torch.nn.functional passes on by default
 _ADVICE = "compute the loss in the client: give the function itself to forward_backward_custom"
 
 
