@@ -43,8 +43,9 @@ def main() -> None:
             if step < args.steps:
                 rewards, data = played(sampler, tokenizer, rng.sample(train, 32), seed=step)
                 if data:  # all groups may be right
-                    client.forward_backward(data, "importance_sampling")
+                    computed = client.forward_backward(data, "importance_sampling")
                     client.optim_step(adam).result()
+                    computed.result()  # raises if it was refused
                 shown = {"step": step, "reward": sum(rewards) / len(rewards)}
                 print(json.dumps(shown), flush=True)
 
