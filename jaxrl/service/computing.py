@@ -18,7 +18,8 @@ def compute(pool: Pool, requests: Sequence[tuple[str, Batch]]) -> list[Scored | 
     """Computes requests as `Pool.compute` does, and those with uploaded losses.
 
     These take a forward pass more: the log-probs come first, and the derivative of the loss by them
-    goes back as weights. A request whose derivative is not finite is refused, and adds nothing.
+    goes back as weights. A request whose derivative is not finite is refused, and adds nothing,
+    unless it asks for the forward pass alone.
     """
     if requests[0][1].graph is None:
         return list(pool.compute(requests))
@@ -29,7 +30,7 @@ def compute(pool: Pool, requests: Sequence[tuple[str, Batch]]) -> list[Scored | 
         assert batch.graph is not None
         outcome = evaluate(batch.graph, one.logprobs, [datum.arrays for datum in batch.data])
         wrong = [i for i, slope in enumerate(outcome.slopes) if not np.isfinite(slope).all()]
-        if wrong:
+        if wrong and not batch.forward_only:
             text = f"datum {wrong[0]}: the derivative of the loss by the log-probs is not finite"
             found.append(RefusedError(text))
             continue

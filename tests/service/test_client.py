@@ -309,6 +309,9 @@ def test_an_uploaded_loss_is_as_in_the_client(server: Server) -> None:
         ).result()
         with pytest.raises(tinker.RequestFailedError, match=r"datum 0: the derivative.* not fin"):
             client.forward_backward_custom([supervised([5, 6, 7])], root).result()
+        settings = {"loss_id": root.loss_id}
+        alone = client.forward([supervised([5, 6, 7])], "custom", settings).result()
+        assert alone.metrics["loss:sum"] == 0
         norm = client.optim_step(ADAM).result().metrics["grad_norm"]
     assert norm == 0
 
@@ -333,4 +336,6 @@ def test_the_page_shows_the_runs_of_a_key(server: Server) -> None:
     assert get(f"/data?since={found['version']}", KEYS[0]).status_code == 204
     assert client.model_id not in get("/", KEYS[1]).text
     assert get("/", "tml-other").status_code == 401
+    damaged = {"authorization": b"Basic \xe9"}
+    assert httpx.get(server.url, headers=damaged).status_code == 401
     assert httpx.get(server.url).headers["www-authenticate"].startswith("Basic")
