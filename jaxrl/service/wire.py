@@ -45,6 +45,8 @@ class Batch:
     graph: Graph | None = None
 
 
+MOST_TARGETS = 1 << 26  # of a sparse array, which may claim any shape
+
 UPLOADED = "custom"
 """The client's name of every uploaded loss."""
 
@@ -172,7 +174,8 @@ def check_tokens(tokens: np.ndarray, name: str, *, vocab_size: int) -> None:
 def _read_targets(message: proto.Datum, tokens: np.ndarray, *, vocab_size: int) -> np.ndarray:
     """Reads the target tokens, i64[N] or i64[N, K]."""
     given = _given_tensor(message, "target_tokens")
-    targets = _read_tensor(given, "target_tokens", dtype=np.dtype(np.int64))
+    most = (len(tokens), min(vocab_size, MOST_TARGETS // len(tokens)))
+    targets = _read_tensor(given, "target_tokens", dtype=np.dtype(np.int64), most=most)
     if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
         raise RefusedError(
             f"target_tokens has shape {list(targets.shape)}; model_input has {len(tokens)} tokens, "
@@ -203,7 +206,7 @@ def _read_arrays(
     for name in (*loss.inputs, *loss.per_token):
         if name in loss.per_token and name not in message.loss_fn_inputs:
             continue
-        value = _read_floats(_given_tensor(message, name), name)
+        value = _read_floats(_given_tensor(message, name), name, most=targets.shape)
         if value.shape != targets.shape:
             raise RefusedError(
                 f"{name} has shape {list(value.shape)} and target_tokens {list(targets.shape)}; "
@@ -230,7 +233,7 @@ def _read_inputs(
     arrays = {}
     for name, rank in inputs:
         given = _given_tensor(message, name)
-        value = _read_floats(given, name, dtypes="fi")
+        value = _read_floats(given, name, most=targets.shape[:rank], dtypes="fi")
         if not (rank or given.shape) and value.size == 1:
             value = value.reshape(())
         if value.shape != targets.shape[:rank]:
@@ -242,12 +245,14 @@ def _read_inputs(
     return arrays
 
 
-def _read_floats(message: proto.Tensor, name: str, *, dtypes: str = "f") -> np.ndarray:
+def _read_floats(
+    message: proto.Tensor, name: str, *, most: tuple[int, ...], dtypes: str = "f"
+) -> np.ndarray:
     """Reads finite numbers as f32; `dtypes` may also be "fi", with integers."""
     own = _DTYPES.get(message.dtype)
     whole = own is not None and own.kind == "i" and "i" in dtypes
     dtype = np.dtype(np.int64 if whole else np.float32)
-    value = _read_tensor(message, name, dtype=dtype).astype(np.float32)
+    value = _read_tensor(message, name, dtype=dtype, most=most).astype(np.float32)
     if not np.isfinite(value).all():
         raise RefusedError(f"{name} has values that are not finite")
     return value
@@ -260,8 +265,10 @@ _DTYPES = {
 }
 
 
-def _read_tensor(message: proto.Tensor, name: str, *, dtype: np.dtype) -> np.ndarray:
-    """Decodes a dense array, or a sparse one (CSR), whose other entries are 0."""
+def _read_tensor(
+    message: proto.Tensor, name: str, *, dtype: np.dtype, most: tuple[int, ...]
+) -> np.ndarray:
+    """Decodes a dense array, or a sparse one (CSR) of at most this shape, with 0 elsewhere."""
     own = _DTYPES.get(message.dtype)
     if own is None or own.kind != dtype.kind:
         shown = proto.DType.Name(message.dtype).removeprefix("DTYPE_").lower()
@@ -271,10 +278,14 @@ def _read_tensor(message: proto.Tensor, name: str, *, dtype: np.dtype) -> np.nda
         if message.WhichOneof("encoding") != "sparse_csr":
             values = np.frombuffer(message.dense, own)
             return values.reshape(shape or (-1,)).astype(dtype)
+        if len(shape) != len(most) or any(not 0 < n <= m for n, m in zip(shape, most, strict=True)):
+            raise ValueError(f"as the data has it, the array is at most {list(most)}")
         rows, columns = shape
         part = message.sparse_csr
         values = np.frombuffer(part.values, own)
         crow = np.frombuffer(part.crow_indices, np.int64)
+        if len(crow) != rows + 1 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
+            raise ValueError(f"the {len(crow)} row pointers do not count {len(values)} values")
         dense = np.zeros((rows, columns), dtype)
         dense[np.repeat(np.arange(rows), np.diff(crow)), np.frombuffer(part.col_indices, int)] = (
             values

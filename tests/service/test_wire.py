@@ -1,0 +1,39 @@
+"""Arrays on the wire."""
+
+import numpy as np
+import pytest
+from tinker.proto import tinker_public_pb2 as proto
+
+from jaxrl.service import wire
+
+
+def sparse(shape: list[int], crow: list[int]) -> proto.Datum:
+    datum = proto.Datum()
+    chunk = datum.model_input.add()
+    chunk.encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
+    given = datum.loss_fn_inputs["target_tokens"]
+    given.dtype = proto.DTYPE_INT64
+    given.shape.extend(shape)
+    given.sparse_csr.values = np.array([3], np.int64).tobytes()
+    given.sparse_csr.col_indices = np.array([1], np.int64).tobytes()
+    given.sparse_csr.crow_indices = np.array(crow, np.int64).tobytes()
+    return datum
+
+
+def read(datum: proto.Datum) -> wire.Batch:
+    message = proto.ForwardBackwardRequest(loss_fn="cross_entropy", data=[datum])
+    return wire.read_batch(message, vocab_size=9, max_positions=9, uploaded=lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "crow", "match"),
+    [
+        ([100_000, 100_000], [0, 1, 1], r"datum 0: target_tokens .*100000\].*at most \[2, 9\]"),
+        ([2, 10**12], [0, 1, 1], r"at most \[2, 9\]"),
+        ([2, 4], [0, 10**12, 1], "row pointers do not count 1 values"),
+        ([2, 4], [0, 1, 1], "lacks 'weights'"),  # the array itself is right
+    ],
+)
+def test_a_sparse_array_is_checked_before_it_takes_memory(shape, crow, match) -> None:
+    with pytest.raises(wire.RefusedError, match=match):
+        read(sparse(shape, crow))
