@@ -21,6 +21,8 @@ from tests.bridge.engines import LINUX, ChildEngine, child_engine
 from tests.bridge.test_engine import PROMPTS, checkpoint
 
 pytestmark = LINUX
+CPU = Path("/proc/cpuinfo")
+AMX = CPU.exists() and "amx_tile" in CPU.read_text()  # vLLM's loader of exports then refuses f32
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def engine() -> Iterator[ChildEngine]:
         yield running
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"] if AMX else ["float32", "bfloat16"])
 def test_int8_is_that_of_compressed_tensors(
     engine: ChildEngine, tmp_path: Path, dtype: str
 ) -> None:

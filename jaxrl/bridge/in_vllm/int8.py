@@ -26,14 +26,19 @@ class Int8LinearMethod(UnquantizedLinearMethod):
             packed.register_parameter(name, None)
         packed.weight = torch.nn.Parameter(integers, requires_grad=False)
         packed.weight_scale = torch.nn.Parameter(factors, requires_grad=False)
-        self._kernel = init_int8_linear_kernel(
+        kernel = self._kernel = init_int8_linear_kernel(
             is_channelwise=True,
             is_static_input_scheme=False,
             input_symmetric=True,
             module_name=type(self).__name__,
         )
         packed.bias = layer.bias
-        self._kernel.process_weights_after_loading(packed)
+        if weight.dtype == torch.float32:
+            # With AMX, vLLM would choose a kernel that refuses activations in f32.
+            kernel.process_weights_for_onednn(packed)
+            kernel.linear_method = kernel._apply_weights_onednn
+        else:
+            kernel.process_weights_after_loading(packed)
         self._packed = packed
         layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
