@@ -88,6 +88,8 @@ def _with_candidates(config: DoctorConfig, platform: str, *, devices: int) -> Do
     if "precisions" in config.model_fields_set:
         return config
     kinds = _BLOCKS[config.sampler.name] if not config.sampler.url else ()  # a server's are its own
+    if config.sampler.name == "vllm" and config.sampler.device != "cpu":
+        kinds = ()
     if not Checkpoint(config.model.path).config.dense:
         kinds = tuple(kind for kind in kinds if kind != "int8")
     names = candidates(platform, devices=devices, blocks=kinds)
