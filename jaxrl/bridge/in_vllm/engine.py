@@ -147,6 +147,16 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"start it with jaxrl serve --blocks {blocks}, or train with blocks={served} in "
                 "precision"
             )
+        if served == "int8" and not current_platform.is_cpu():
+            raise ValueError(
+                "blocks=int8 is served on CPUs only; serve without --quantization "
+                f"{INT8}, and train without blocks"
+            )
+        if served == "int8" and (size := self.parallel_config.tensor_parallel_size) > 1:
+            raise ValueError(
+                f"--tensor-parallel-size {size} with blocks=int8: each worker would round its "
+                "part of a row alone; serve with --tensor-parallel-size 1"
+            )
 
     def _check_head(self, logits: str) -> None:
         """Compares the dtype of the model's heads, because not every model reads the option."""
