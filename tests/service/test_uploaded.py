@@ -58,6 +58,7 @@ PARTS: list[Callable[..., Any]] = [
         (x[1:] - x[:-1]).square().sum() + x[1:-1].sum() + (x[1:] - x[:-1]).abs().log().sum()
     ),
     lambda x, a, m, b: (x * m).sum() / m.sum().clamp(min=1) + x.sum(dim=0, keepdim=True) + b.log(),
+    lambda x, a, m, b: x[10:].sum() + x[2:-8].abs().sum() + x[:-30].exp().sum() + b,
 ]
 
 

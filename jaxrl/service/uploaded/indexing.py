@@ -44,7 +44,10 @@ def _indexed(value: Value, axis: int, one: Any) -> Value:
         raise ValueError("a slice must have the form [a:], [:-b] or [a:-b]")
     if one.stop == 0 or (isinstance(size, int) and begin + end >= size):
         raise ValueError(f"the slice of an axis of size {size} is empty")
-    array = jax.lax.slice_in_dim(value.array, begin, value.array.shape[axis] - end, axis=axis)
+    # What leaves out all tokens keeps one, which does not count.
+    first = min(begin, value.array.shape[axis] - 1)
+    last = max(value.array.shape[axis] - end, first + 1)
+    array = jax.lax.slice_in_dim(value.array, first, last, axis=axis)
     left = size - begin - end if isinstance(size, int) else shortened(size, begin + end)
     return value.like(array, (*before, left, *after)).padded(axis)
 

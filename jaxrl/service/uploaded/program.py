@@ -14,7 +14,7 @@ from jaxrl.service.uploaded.graph import Graph, compute
 from jaxrl.service.uploaded.values import Value
 
 _MOST_FLOATS = 1 << 28  # of one datum: data are computed one after the other
-_TRIAL_TARGETS = 64  # a request's own number is checked when it comes
+_TRIAL_TARGETS = 1 << 14  # a request's own number is checked when it comes
 
 
 class Outcome(NamedTuple):
