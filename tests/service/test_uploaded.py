@@ -197,6 +197,8 @@ def test_several_targets_per_token() -> None:
         prepare(read_graph(body_of(loss, ranks)[0]), [5], targets=1)
     with pytest.raises(ValueError, match=r"GiB for one datum; 1 is allowed"):
         prepare(read_graph(body_of(loss, ranks)[0]), [30000], targets=1000)
+    with pytest.raises(ValueError, match=r"4096 data of up to 30000 tokens .* several requests"):
+        prepare(read_graph(body_of(loss, ranks)[0]), [2] * 4095 + [30000], targets=4)
 
     def pairs(logprobs):
         return (logprobs[:, :, None] - logprobs[:, None]).square().sum(), {}

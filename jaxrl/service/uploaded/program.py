@@ -44,7 +44,8 @@ def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Any:
     """Compiles the program for data of so many tokens, with `targets` per token.
 
     Raises:
-      ValueError: for a loss that does not fit so many targets, or takes too much memory with them.
+      ValueError: for a loss that does not fit so many targets, or takes too much memory with them
+        or with so many data.
     """
     length = power_of_two(max(max(counts), 64))
     if (size := length * targets * len(graph.nodes)) > _MOST_FLOATS:
@@ -53,7 +54,14 @@ def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Any:
             f"uploaded loss may take {size / 2**28:.1f} GiB for one datum; 1 is allowed: give "
             "fewer targets"
         )
-    return _compiled(graph, power_of_two(len(counts)), length, targets)
+    rows = power_of_two(len(counts))
+    if (size := rows * length * targets * (len(graph.inputs) + 1)) > _MOST_FLOATS:
+        raise ValueError(
+            f"{len(counts)} data of up to {max(counts)} tokens with {targets} targets each take "
+            f"{size / 2**28:.1f} GiB side by side; 1 is allowed: give them in several requests, "
+            "those of similar lengths together"
+        )
+    return _compiled(graph, rows, length, targets)
 
 
 def evaluate(
