@@ -34,8 +34,6 @@ def matrices(flat: Mapping[str, ParamSpec], *, blocks: str) -> set[str]:
         raise ValueError(
             f"blocks={blocks}: {joint[0]} is one tensor for many matrices; leave it out"
         )
-    if blocks == "int8" and any("expert" in path for path in found):
-        raise ValueError("blocks=int8 is for decoders without experts; use blocks=e4m3")
     return {name for one in found.values() for name in one.hf_names()}
 
 

@@ -137,6 +137,9 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     assert set(info["unexpected_keys"]) <= {name}
     with pytest.raises(ValueError, match=f"holds tensors that must be kept .'{name}'."):
         huggingface.save(before, params, config, source=huggingface.Checkpoint(before), **settings)
+    source = huggingface.Checkpoint(before)
+    with pytest.raises(ValueError, match=f"blocks=e4m3: .*'{name}'.*leave blocks out"):
+        huggingface.save(after, params, config, source=source, blocks="e4m3", **settings)
     # Without their file, from another model, and in a reward model there are none.
     other = dataclasses.replace(config, bos_id=5)
     scorer = dataclasses.replace(config, scored=True)

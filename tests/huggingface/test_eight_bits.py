@@ -57,9 +57,9 @@ def test_int8_holds_integers_and_their_factors(tmp_path):
         huggingface.load(tmp_path / "int8", dtype=None)  # for vLLM, not for a learner
 
 
-def test_what_has_no_files_is_refused():
-    dense, mixture = (spec.flatten(param_specs(c)) for c in (tiny.CONFIG, tiny.MOE))
+def test_what_has_no_files_is_refused(tmp_path):
+    params = tiny.params(config=tiny.MOE)
     with pytest.raises(ValueError, match="blocks=int8 is for decoders without experts"):
-        eight_bits.matrices(mixture, blocks="int8")
+        huggingface.save(tmp_path, params, tiny.MOE, dtype=BF16, blocks="int8")
     with pytest.raises(ValueError, match="blocks=rows has no files; use one of e4m3, int8"):
-        eight_bits.matrices(dense, blocks="rows")
+        eight_bits.matrices(spec.flatten(param_specs(tiny.CONFIG)), blocks="rows")
