@@ -127,8 +127,9 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     raw = json.loads((before / "config.json").read_text()) | {key: 1}
     (before / "config.json").write_text(json.dumps(raw))
     config, params = huggingface.load(before, dtype=None)
-    settings = {"dtype": np.dtype("float32"), "max_shard_bytes": 30_000}
-    huggingface.save(after, params, config, source=huggingface.Checkpoint(before), **settings)
+    source = huggingface.Checkpoint(before)
+    settings = {"dtype": np.dtype("float32"), "max_shard_bytes": 30_000, "source": source}
+    huggingface.save(after, params, config, **settings)
     assert tensors(after)[0] == tensors(before)[0]
     assert json.loads((after / "config.json").read_text())[key] == 1
     assert huggingface.load(after, dtype=None)[0] == config
@@ -136,22 +137,17 @@ def test_multi_token_prediction_layers_are_exported(family, name, key, tmp_path)
     assert not info["missing_keys"]
     assert set(info["unexpected_keys"]) <= {name}
     with pytest.raises(ValueError, match=f"holds tensors that must be kept .'{name}'."):
-        huggingface.save(before, params, config, source=huggingface.Checkpoint(before), **settings)
-    source = huggingface.Checkpoint(before)
+        huggingface.save(before, params, config, **settings)
     with pytest.raises(ValueError, match=f"blocks=e4m3: .*'{name}'.*leave blocks out"):
-        huggingface.save(after, params, config, source=source, blocks="e4m3", **settings)
+        huggingface.save(after, params, config, blocks="e4m3", **settings)
     # Without their file, from another model, and in a reward model there are none.
     other = dataclasses.replace(config, bos_id=5)
     scorer = dataclasses.replace(config, scored=True)
     score = {"score": np.zeros((1, 32), np.float32)}
     scored = {path: value for path, value in params.items() if path != "head"} | score
-    for one, own, source in (
-        (config, params, None),
-        (other, params, before),
-        (scorer, scored, before),
-    ):
-        source = source and huggingface.Checkpoint(source)
-        huggingface.save(after, own, one, source=source, dtype=np.dtype("float32"))
+    cases = [(config, params, None), (other, params, source), (scorer, scored, source)]
+    for one, own, given in cases:
+        huggingface.save(after, own, one, source=given, dtype=np.dtype("float32"))
         assert name not in tensors(after)[0]
         assert json.loads((after / "config.json").read_text()).get(key, 0) == 0
 
