@@ -1,5 +1,7 @@
 """A server in int8 serves what a learner with `blocks=int8` computes, at each publish."""
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.model import decoder
 from tests.bridge.cases import DTYPES, FAMILIES, params
-from tests.bridge.engines import LINUX, ChildEngine, child_engine
+from tests.bridge.engines import LINUX, ROOT, VLLM_PYTHON, ChildEngine, child_engine
 from tests.bridge.test_engine import PROMPTS, checkpoint
 
 CPU = Path("/proc/cpuinfo")
@@ -63,6 +65,17 @@ def test_int8_is_that_of_compressed_tensors(
     if dtype == "float32":
         alike, plain = (differences(config, p, expected) for p in ("fp32,blocks=int8", "fp32"))
         assert np.median(alike) < 1e-5 < 1e-3 < np.median(plain)
+
+
+def test_a_kernel_with_wrong_sums_is_known() -> None:
+    code = "from jaxrl.bridge.in_vllm.int8 import sums_are_exact; print(sums_are_exact())"
+    done = subprocess.run(
+        [VLLM_PYTHON, "-c", code],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[-1:] == ["False"], done.stderr
 
 
 def differences(config: DecoderConfig, precision: str, outputs: list) -> np.ndarray:

@@ -157,6 +157,16 @@ class BridgeEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"--tensor-parallel-size {size} with blocks=int8: each worker would round its "
                 "part of a row alone; serve with --tensor-parallel-size 1"
             )
+        if served == "int8" and not self._sums_int8():
+            raise ValueError(
+                "blocks=int8: vLLM's sums of int8 are wrong on this processor; serve on one with "
+                "avx512_vnni or AMX, or train without blocks"
+            )
+
+    def _sums_int8(self) -> bool:
+        from jaxrl.bridge.in_vllm.int8 import sums_are_exact  # imports layers, see `quantization`
+
+        return sums_are_exact()
 
     def _check_head(self, logits: str) -> None:
         """Compares the dtype of the model's heads, because not every model reads the option."""

@@ -5,6 +5,7 @@ compressed-tensors computes the same on a CPU. It reads numbers that are quantis
 after a reload its kernel would read factors that are freed.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -48,6 +49,19 @@ class Int8LinearMethod(UnquantizedLinearMethod):
         """Multiplies [..., in] by the weights, and adds the bias: [..., out]."""
         del layer
         return self._kernel.apply_weights(self._packed, x, bias)
+
+
+@functools.cache
+def sums_are_exact() -> bool:
+    """Tells if the kernel's sums are those of integers. They are wrong on processors that add
+    products of 8 bits in 16: there are no units for it before AVX512-VNNI."""
+    layer, size = torch.nn.Module(), 512
+    layer.weight = torch.nn.Parameter(torch.ones(size, size))
+    layer.register_parameter("bias", None)
+    method = Int8LinearMethod()
+    method.process_weights_after_loading(layer)
+    found = method.apply(layer, torch.ones(1, size))
+    return bool(torch.allclose(found, torch.full_like(found, size)))
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
