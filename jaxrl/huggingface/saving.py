@@ -98,11 +98,7 @@ def save_tensors(
         content = with_unused(content, source, config, unused=unused)
         sizes = _sizes(flat, dtype=dtype)
         if blocks != "none":
-            if blocks == "int8" and not config.dense:
-                raise ValueError(
-                    "blocks=int8 is for decoders without experts, latent attention and the delta "
-                    f"rule, and {config.model_type} has some of them; use blocks=e4m3"
-                )
+            config.check_blocks(blocks)
             matrices = eight_bits.matrices(flat, blocks=blocks)
             tensors = eight_bits.in_eight_bits(tensors, matrices, blocks=blocks)
             sizes = eight_bits.sizes(sizes, flat, matrices, blocks=blocks)

@@ -126,6 +126,14 @@ class DecoderConfig:
         """True without experts, latent attention and the delta rule."""
         return self.experts is None and self.latent is None and self.linear is None
 
+    def check_blocks(self, blocks: str) -> None:
+        """Raises ValueError for a decoder that cannot be computed with a policy's `blocks`."""
+        if blocks == "int8" and not self.dense:
+            raise ValueError(
+                "blocks=int8 is for decoders without experts, latent attention and the delta rule, "
+                f"and {self.model_type} has some of them; use blocks=e4m3, or leave it out"
+            )
+
     @property
     def attention_layers(self) -> int:
         """Number of layers with keys and values."""

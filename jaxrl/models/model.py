@@ -196,7 +196,7 @@ class _Decoder(NamedTuple):
         positions, segments, seen_until, runs = rows
         params = attach(params)
         _check_linear(config, precision, shared=seen_until is not None)
-        _check_dense(config, precision)
+        config.check_blocks(precision.blocks)
         _check_undivided(layout, precision)
         seen = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision)
@@ -278,14 +278,6 @@ def _check_linear(config: DecoderConfig, precision: Precision, *, shared: bool) 
     if shared and config.linear is not None:
         raise ValueError(
             f"rows of shared prompts are not supported for {config.model_type}: {NOT_SHARED}"
-        )
-
-
-def _check_dense(config: DecoderConfig, precision: Precision) -> None:
-    if precision.blocks == "int8" and not config.dense:
-        raise ValueError(
-            f"blocks=int8 is for decoders without experts, latent attention and the delta rule, "
-            f"and {config.model_type} has some of them; use blocks=e4m3, or leave it out"
         )
 
 
