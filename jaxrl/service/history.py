@@ -4,12 +4,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.service.wire import Batch
 
 _MOST_STEPS = 2000  # of a model, the newest
+_MOST_MODELS = 256  # those that stepped last
 _MEANS = ("mismatch/k3_kl", "mismatch/token_mult_error")
 
 Curve = list[list[float]]
@@ -24,40 +25,31 @@ class _Pending(NamedTuple):
     means: Mapping[str, float] = {}  # times tokens
 
 
-class Steps:
+Row = tuple[int, dict[str, float]]
+"""A step and its metrics."""
+
+
+class _Steps:
     """The steps of one model."""
 
     def __init__(self) -> None:
-        """Begins without a step."""
         self.count, self.seconds = 0, 0.0
-        self.rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MOST_STEPS)
+        self.rows: deque[Row] = deque(maxlen=_MOST_STEPS)
         self.pending, self.since = _Pending(), time.monotonic()
-
-    def curves(self) -> dict[str, Curve]:
-        """Returns the curve of each metric, without numbers that are not finite."""
-        found: dict[str, Curve] = {}
-        for step, row in self.rows:
-            for name, value in row.items():
-                if not math.isfinite(value):
-                    continue
-                steps, values = found.setdefault(name, [[], []])
-                steps.append(step)
-                values.append(float(f"{value:.6g}"))
-        return found
 
 
 class History:
-    """The steps of all models; any thread may call it. `version` grows with each step."""
+    """The steps of the models that stepped last; any thread may call it."""
 
     def __init__(self) -> None:
         """Begins without a model."""
-        self._lock, self._models, self.version = threading.Lock(), dict[str, Steps](), 0
+        self._lock, self._models = threading.Lock(), dict[str, _Steps]()
 
     def computed(self, model: str, batch: Batch, *, metrics: Mapping[str, float]) -> None:
         """Adds a forward_backward request's metrics to the next step's."""
         tokens = sum(len(one.tokens) for one in batch.data)
         with self._lock:
-            of = self._models.setdefault(model, Steps())
+            of = self._of(model)
             before = of.pending
             means = {
                 name: before.means.get(name, 0.0) + tokens * metrics[f"{name}:mean"]
@@ -70,25 +62,46 @@ class History:
     def stepped(self, model: str, metrics: Mapping[str, float]) -> None:
         """Adds an optimizer step with its metrics; the loss is that of a token."""
         with self._lock:
-            of, now = self._models.setdefault(model, Steps()), time.monotonic()
+            of, now = self._of(model), time.monotonic()
             pending, seconds = of.pending, now - of.since
             of.pending, of.since = _Pending(), now
-            of.count, of.seconds, self.version = (
-                of.count + 1,
-                of.seconds + seconds,
-                self.version + 1,
-            )
+            of.count, of.seconds = of.count + 1, of.seconds + seconds
             row = {name: metrics[name] for name in ("grad_norm", "loss_scale") if name in metrics}
             if tokens := pending.tokens:
                 row |= {"loss": pending.loss / tokens, "tokens_per_second": tokens / seconds}
                 row |= {name: value / tokens for name, value in pending.means.items()}
             of.rows.append((of.count, row))
 
-    def runs(self) -> dict[str, dict[str, Any]]:
-        """Returns `last_step`, `seconds` and `series` of each model with a step."""
+    def counts(self) -> dict[str, int]:
+        """Returns the number of steps of each model with one."""
         with self._lock:
-            return {
-                name: {"last_step": of.count, "seconds": of.seconds, "series": of.curves()}
-                for name, of in self._models.items()
-                if of.count
-            }
+            return {name: of.count for name, of in self._models.items() if of.count}
+
+    def runs(self, models: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Returns `last_step`, `seconds` and `series` of those of the models that are known."""
+        with self._lock:
+            found = [(name, self._models[name]) for name in models if name in self._models]
+            copied = [(name, of.count, of.seconds, [*of.rows]) for name, of in found]
+        return {
+            name: {"last_step": count, "seconds": seconds, "series": _curves(rows)}
+            for name, count, seconds, rows in copied
+        }
+
+    def _of(self, model: str) -> _Steps:
+        """Returns the steps of a model, which becomes the newest."""
+        of = self._models[model] = self._models.pop(model, None) or _Steps()
+        if len(self._models) > _MOST_MODELS:
+            del self._models[next(iter(self._models))]
+        return of
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, Curve]:
+    """Returns the curve of each metric, without numbers that are not finite."""
+    found: dict[str, Curve] = {}
+    for step, row in rows:
+        for name, value in row.items():
+            if math.isfinite(value):
+                steps, values = found.setdefault(name, [[], []])
+                steps.append(step)
+                values.append(float(f"{value:.6g}"))
+    return found

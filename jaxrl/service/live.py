@@ -1,6 +1,7 @@
 """The page of live training runs: the report's page, with a curve for each tenant's steps."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,48 +43,45 @@ def live_routes(service: Service, page: Page) -> list[Route]:
             refused = error(401, "the key is missing or unknown; any name, and the key as password")
             refused.headers.update(_ASK)
             return refused
-        version = str(service.engine.history.version)
-        if request.query_params.get("since") == version:
-            return Response(status_code=204)
-        found = await run_in_threadpool(_answer, service, owner, version, request.url.path, page)
+        asked = (request.url.path, request.query_params.get("since"))
+        found = await run_in_threadpool(_answer, service, owner, *asked, page)
         found.headers["Cache-Control"] = "no-store"
         return found
 
     return [Route(path, endpoint) for path in ("/", "/data")]
 
 
-def _answer(service: Service, owner: str, version: str, path: str, page: Page) -> Response:
-    runs = live_runs(service, owner)
+def _answer(service: Service, owner: str, path: str, since: str | None, page: Page) -> Response:
+    counts = service.engine.history.counts()
+    rows = service.engine.store.all(
+        "SELECT id, content FROM models WHERE owner = ? ORDER BY created", owner
+    )
+    newest = [row for row in rows if row["id"] in counts][-_MOST_RUNS:]
+    steps = json.dumps([(row["id"], counts[row["id"]]) for row in newest])
+    version = hashlib.sha256(steps.encode()).hexdigest()[:16]
+    if since == version:
+        return Response(status_code=204)
+    runs = _runs(service, newest)
     if path == "/data":
         charts = page.charts(runs)
         return JSONResponse({"version": version, "runs": runs, "charts": charts})
     return HTMLResponse(page.render(runs, version=version) if runs else _WAITING)
 
 
-def live_runs(service: Service, owner: str) -> list[dict[str, Any]]:
-    """Describes an owner's newest training runs with a step since the server's start, oldest
-    first, in the form of the report's page."""
+def _runs(service: Service, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describes training runs in the form of the report's page, those of rows of `models`."""
     engine = service.engine
-    known = engine.history.runs()
-    rows = engine.store.all("SELECT * FROM models WHERE owner = ? ORDER BY created", owner)
+    known = engine.history.runs([row["id"] for row in rows])
     found = []
-    for row in [one for one in rows if one["id"] in known][-_MOST_RUNS:]:
+    for row in rows:
+        if row["id"] not in known:  # forgotten meanwhile
+            continue
         content = json.loads(row["content"])
         config = {"model.path": service.name, "precision": engine.base.precision.text}
         config |= {key: content[key] for key in ("rank", "attention", "mlp", "seed")}
-        found.append(
-            {
-                "name": row["id"],
-                "path": row["id"],
-                "config": config,
-                "starts": [],
-                "rolled_back": [],
-                "alarms": [],
-                "samples": [],
-                "held_out": [],
-                **known[row["id"]],
-            }
-        )
+        one: dict[str, Any] = {"name": row["id"], "path": row["id"], "config": config}
+        one |= {key: [] for key in ("starts", "rolled_back", "alarms", "samples", "held_out")}
+        found.append(one | known[row["id"]])
     return found
 
 

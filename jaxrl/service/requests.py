@@ -13,7 +13,7 @@ from jaxrl.service.sampling import BASE, Request
 from jaxrl.service.scoring import Asked
 from jaxrl.service.uploaded.graph import Graph
 from jaxrl.service.uploaded.program import prepare
-from jaxrl.service.wire import RefusedError, check_tokens, read_batch
+from jaxrl.service.wire import MOST_TARGETS, RefusedError, check_tokens, dense, read_batch
 
 TRAINING = ("create", "load", "compute", "step", "save", "publish")
 """Kinds of requests that a model computes in the order of their sequence numbers."""
@@ -140,7 +140,7 @@ def _asked(request: types.SampleRequest, size: int, limits: Limits) -> Asked:
     params = request.sampling_params
     targets = None
     if request.target_prompt_logprobs is not None:
-        targets = _dense_targets(request.target_prompt_logprobs)
+        targets = _dense_targets(request.target_prompt_logprobs, rows=size - 1, limits=limits)
         if targets.ndim != 2 or len(targets) != size - 1 or not np.any(targets >= 0):
             raise RefusedError(
                 f"target_prompt_logprobs has shape {list(targets.shape)}; it must name a "
@@ -156,18 +156,19 @@ def _asked(request: types.SampleRequest, size: int, limits: Limits) -> Asked:
     )
 
 
-def _dense_targets(tensor: Any) -> np.ndarray:
+def _dense_targets(tensor: Any, *, rows: int, limits: Limits) -> np.ndarray:
     """Returns token ids as a dense array; entries that a sparse one leaves out are -1."""
-    values = np.asarray(tensor.data, np.int64)
+    values = np.asarray(tensor.data, np.int32)
     shape = tuple(tensor.shape or values.shape)
     try:
         if tensor.sparse_crow_indices is None:
-            return values.reshape(shape).astype(np.int32)
-        found = np.full(shape, -1, np.int32)
-        rows = np.repeat(np.arange(shape[0]), np.diff(tensor.sparse_crow_indices))
-        found[rows, np.asarray(tensor.sparse_col_indices, np.int64)] = values
-        return found
-    except (ValueError, IndexError) as error:
+            return values.reshape(shape)
+        crow, columns = (
+            np.asarray(x, np.int64) for x in (tensor.sparse_crow_indices, tensor.sparse_col_indices)
+        )
+        most = (rows, min(limits.vocab_size, MOST_TARGETS // max(1, rows)))
+        return dense(values, crow, columns, shape=shape, most=most, fill=-1)
+    except (ValueError, IndexError, OverflowError) as error:
         raise RefusedError(f"target_prompt_logprobs does not fit {list(shape)}: {error}") from None
 
 

@@ -278,21 +278,36 @@ def _read_tensor(
         if message.WhichOneof("encoding") != "sparse_csr":
             values = np.frombuffer(message.dense, own)
             return values.reshape(shape or (-1,)).astype(dtype)
-        if len(shape) != len(most) or any(not 0 < n <= m for n, m in zip(shape, most, strict=True)):
-            raise ValueError(f"as the data has it, the array is at most {list(most)}")
-        rows, columns = shape
         part = message.sparse_csr
-        values = np.frombuffer(part.values, own)
-        crow = np.frombuffer(part.crow_indices, np.int64)
-        if len(crow) != rows + 1 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
-            raise ValueError(f"the {len(crow)} row pointers do not count {len(values)} values")
-        dense = np.zeros((rows, columns), dtype)
-        dense[np.repeat(np.arange(rows), np.diff(crow)), np.frombuffer(part.col_indices, int)] = (
-            values
-        )
-        return dense
+        crow, columns = (np.frombuffer(x, np.int64) for x in (part.crow_indices, part.col_indices))
+        values = np.frombuffer(part.values, own).astype(dtype)
+        return dense(values, crow, columns, shape=shape, most=most, fill=0)
     except (ValueError, IndexError) as error:
         raise RefusedError(f"{name} does not fit its shape {list(shape)}: {error}") from None
+
+
+def dense(
+    values: np.ndarray,
+    crow: np.ndarray,
+    columns: np.ndarray,
+    *,
+    shape: tuple[int, ...],
+    most: tuple[int, ...],
+    fill: int,
+) -> np.ndarray:
+    """Returns a sparse array (CSR) as a dense one, with `fill` elsewhere.
+
+    Raises:
+      ValueError: for a shape beyond `most`, which a few bytes may claim, or rows that do not fit.
+      IndexError: for a column outside of the shape.
+    """
+    if len(shape) != len(most) or any(not 0 < n <= m for n, m in zip(shape, most, strict=True)):
+        raise ValueError(f"as the data has it, the array is at most {list(most)}")
+    if len(crow) != shape[0] + 1 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
+        raise ValueError(f"the {len(crow)} row pointers do not count {len(values)} values")
+    found = np.full(shape, fill, values.dtype)
+    found[np.repeat(np.arange(shape[0]), np.diff(crow)), columns] = values
+    return found
 
 
 def write_output(

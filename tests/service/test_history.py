@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxrl.service import history as history_module
 from jaxrl.service.history import History
 from jaxrl.service.wire import Batch, Datum
 
@@ -19,14 +20,22 @@ def test_a_step_has_the_sums_and_means_of_its_requests():
     for count, loss, divergence in ((3, 6.0, 0.1), (1, 2.0, 0.5)):
         metrics = {"loss:sum": loss, "mismatch/k3_kl:mean": divergence}
         history.computed("a", batch(count), metrics=metrics)
-    assert history.runs() == {}
+    assert history.counts() == {}
     history.stepped("a", {"grad_norm": 4.0})
     history.computed("a", batch(2), metrics={"loss:sum": np.nan})
     history.stepped("a", {"grad_norm": 5.0})
-    run = history.runs()["a"]
+    run = history.runs(["a", "unknown"]).pop("a")
     json.dumps(run, allow_nan=False)
     series = run["series"]
-    assert (run["last_step"], history.version) == (2, 2)
+    assert (run["last_step"], history.counts()) == (2, {"a": 2})
     assert series["grad_norm"] == [[1, 2], [4.0, 5.0]]
     assert series["loss"] == [[1], [2.0]]
     assert series["mismatch/k3_kl"] == [[1], pytest.approx([0.2])]
+
+
+def test_models_that_stepped_long_ago_are_forgotten(monkeypatch):
+    monkeypatch.setattr(history_module, "_MOST_MODELS", 2)
+    history = History()
+    for model in ("a", "b", "a", "c"):
+        history.stepped(model, {"grad_norm": 1.0})
+    assert history.counts() == {"a": 2, "c": 1}

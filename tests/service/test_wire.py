@@ -1,10 +1,12 @@
 """Arrays on the wire."""
 
+import json
+
 import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as proto
 
-from jaxrl.service import wire
+from jaxrl.service import requests, wire
 
 
 def sparse(shape: list[int], crow: list[int]) -> proto.Datum:
@@ -37,3 +39,24 @@ def read(datum: proto.Datum) -> wire.Batch:
 def test_a_sparse_array_is_checked_before_it_takes_memory(shape, crow, match) -> None:
     with pytest.raises(wire.RefusedError, match=match):
         read(sparse(shape, crow))
+
+
+@pytest.mark.parametrize(
+    ("shape", "crow", "match"),
+    [
+        ([100_000, 100_000], [0, 1, 1], r"fit \[100000, 100000\]: .*at most \[1, 9\]"),
+        ([1, 4], [0, 10**12], "row pointers do not count 1 values"),
+    ],
+)
+def test_sparse_targets_of_a_prompt_are_checked_before_they_take_memory(shape, crow, match) -> None:
+    targets = {"data": [3], "dtype": "int64", "shape": shape}
+    targets |= {"sparse_crow_indices": crow, "sparse_col_indices": [1]}
+    request = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 1},
+        "target_prompt_logprobs": targets,
+        "base_model": "m",
+    }
+    limits = requests.Limits(vocab_size=9, max_positions=9, uploaded=lambda name: None)
+    with pytest.raises(wire.RefusedError, match=match):
+        requests.decode("sample", json.dumps(request).encode(), limits)
