@@ -115,11 +115,7 @@ def loop(options: argparse.Namespace, killer: Killer) -> int:
         finished += 1
         different = small_run.differences(run_dir, undisturbed)
         status |= bool(different)
-        print(
-            f"{killed.total()} kills {dict(killed)}, {finished} runs: {run_dir} is "
-            + (f"DIFFERENT: {', '.join(different)}" if different else "the same, bit for bit"),
-            flush=True,
-        )
+        small_run.report(run_dir, different, killed=killed, finished=finished)
     return status
 
 

@@ -67,11 +67,7 @@ def loop(options: argparse.Namespace, material: Path, *, ports: Sequence[int]) -
         if small_run.kept(run_dir) != small_run.kept(undisturbed):
             different.append(f"checkpoints/ holds {', '.join(small_run.kept(run_dir))}")
         status |= bool(different)
-        print(
-            f"{killed.total()} kills {dict(killed)}, {finished} runs: {run_dir} is "
-            + (f"DIFFERENT: {', '.join(different)}" if different else "the same, bit for bit"),
-            flush=True,
-        )
+        small_run.report(run_dir, different, killed=killed, finished=finished)
     return status
 
 

@@ -7,7 +7,8 @@ updates per rollout, dynamic sampling that leaves rollouts over, held-out accura
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def write_material(directory: Path, **sizes: int) -> None:
     numbers = {"sft": 1, "train": 64, "held_out": 8}
     make_arithmetic.write_texts(directory, numbers, rng=random.Random(0))
     (directory / "reward.py").write_text(_REWARD)
+
+
+def report(run_dir: Path, different: Sequence[str], *, killed: Counter[str], finished: int) -> None:
+    """Prints how a disturbed run compares with the undisturbed one."""
+    outcome = f"DIFFERENT: {', '.join(different)}" if different else "the same, bit for bit"
+    print(
+        f"{killed.total()} kills {dict(killed)}, {finished} runs: {run_dir} is {outcome}",
+        flush=True,
+    )
 
 
 def overrides(material: Path, run_dir: Path, *, steps: int) -> Mapping[str, str]:

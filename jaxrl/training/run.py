@@ -144,9 +144,8 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
             checkpoints=checkpoints,
             tracker=tracker,
         )
-        notes = _notes(config, task, teaches=teaches, hosts=hosts)
-        lines = (*repaired, _beginning(run, progress, start), *_first_lines(run), *tried, *notes)
-        _tell(run, (*lines, change, certified))
+        lines = (*repaired, _beginning(run, progress, start), *_first_lines(run), *tried)
+        _tell(run, (*lines, *_notes(config, task, teaches=teaches, hosts=hosts), change, certified))
         yield run, state, progress
 
 
