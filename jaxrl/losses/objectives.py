@@ -114,7 +114,7 @@ class Objective(Formula):
         self, scores: Scores, batch: TokenBatch, *, denominators: Sequence[jax.Array] | None = None
     ) -> tuple[jax.Array, Metrics]:
         """Returns f32[], the weighted sum over this microbatch, and metrics. Divided by the first
-        denominator and added up over the microbatches it is the loss.
+        denominator, or by 1 if that is 0, and added up over the microbatches it is the loss.
 
         `denominators` belong to the whole batch; without them this batch is the whole one.
 
@@ -128,9 +128,11 @@ class Objective(Formula):
         weights = self.aggregation.weights(counted)
         # Select before multiplying: 0 * inf at a token outside the mask would poison the sum.
         total = jnp.sum(jnp.where(weights != 0, value, 0) * weights)
-        for other, own in zip(self.others, denominators[1:], strict=True):
-            value, more = other.total(scores, batch, denominators=[own])
-            total = total + value * (denominators[0] / jnp.where(own > 0, own, 1))
+        # A first reduction without tokens is divided by 1, so that the others keep their size.
+        first, *counts = (jnp.where(count > 0, count, 1) for count in denominators)
+        for other, count in zip(self.others, counts, strict=True):
+            value, more = other.total(scores, batch, denominators=[count])
+            total = total + value * (first / count)
             metrics = merged(metrics, more)
         return total, metrics
 

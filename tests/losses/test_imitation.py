@@ -50,20 +50,21 @@ def test_likelihood_is_divided_by_its_tokens():
 
 
 def test_cross_entropy_beside_the_policy_keeps_its_own_count():
-    """The rejection drops the first sequence from the policy's loss and count; cross-entropy counts
-    its tokens all the same."""
+    """The rejection drops sequences from the policy's loss and count, the first or both;
+    cross-entropy counts their tokens all the same."""
     rejected = within(product(over_sampler), high=2)
-    scores, batch = SCORES.replace(anchor=SCORES.logprobs), BATCH
-    batch = batch.replace(sampler_logprobs=SCORES.logprobs.at[:, :4].add(-1.0))
     goal = with_terms(
         Recipe(objective(reinforce(), token_mean), centred), rejection=rejected, nll=0.1
     ).objective
-    scores, _ = goal.survey(scores, batch)
-    denominator = goal.denominators(batch, scores.whole)[0]
-    total, metrics = jax.jit(goal.total)(scores, batch)
-    assert float(denominator) == 2
-    assert float(total / denominator) == pytest.approx((2 + 2) / 2 + 0.1 * (1 + 2 + 3 + 4) / 4)
-    assert to_floats(metrics)["nll/completion"] == 2.5
+    for dropped, left, policy in ((4, 2, (2 + 2) / 2), (8, 0, 0.0)):
+        batch = BATCH.replace(sampler_logprobs=SCORES.logprobs.at[:, :dropped].add(-1.0))
+        scores, _ = goal.survey(SCORES, batch)
+        denominator = float(goal.denominators(batch, scores.whole)[0])
+        total, metrics = jax.jit(goal.total)(scores, batch)
+        assert denominator == left
+        value = float(total) / (denominator or 1.0)
+        assert value == pytest.approx(policy + 0.1 * (1 + 2 + 3 + 4) / 4)
+        assert to_floats(metrics)["nll/completion"] == 2.5
 
 
 def test_dynamic_fine_tuning_weights_a_token_by_its_probability():
