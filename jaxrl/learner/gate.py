@@ -6,9 +6,11 @@ learner's policy may lower the reward of the same weights in the sampler's numer
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Mean, Metrics, masked_mean
@@ -41,16 +43,24 @@ def gated(learner: Learner) -> Step:
         def keep(after: jax.Array, before: jax.Array) -> jax.Array:
             return jnp.where(taken, after, before)
 
+        def kept_state(after: Any, before: Any) -> Any:
+            return after if _scheduled(after) else keep(after, before)
+
         trained = jax.tree.map(keep, lora.trainable(new.params), lora.trainable(state.params))
         kept = dataclasses.replace(
             new,
             params=lora.with_trainable(new.params, trained),
-            opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
+            opt_state=jax.tree.map(kept_state, new.opt_state, state.opt_state, is_leaf=_scheduled),
         )
         rejected = Mean((~taken).astype(jnp.float32), jnp.float32(1))
         return kept, metrics | {"update/rejected": rejected, "update/gain": gain}
 
     return step
+
+
+def _scheduled(state: Any) -> bool:
+    """Tells if a part of an optimizer's state counts the steps of a learning-rate schedule."""
+    return isinstance(state, optax.ScaleByScheduleState)
 
 
 def _gain(

@@ -49,22 +49,29 @@ def test_a_step_is_taken_if_the_served_policy_gains():
             jax.tree.map(
                 np.testing.assert_array_equal, getattr(after, name), getattr(expected, name)
             )
-        assert int(after.step) == 1  # the learning rate's schedule goes on
+        assert int(after.step) == 1
         taken.add(bool(gain >= 0))
     assert taken == {True, False}
 
 
-def test_a_gain_that_is_not_a_number_is_refused():
-    learner = make_learner(MODEL, grpo().objective, optimizer=optax.sgd(1.0), precision="fp32")
+def test_a_refused_step_counts_for_the_learning_rate():
+    """A gain that is not a number is refused: weights and moments stay, the schedule goes on."""
+    optimizer = optax.sgd(optax.linear_schedule(1.0, 0.0, 9), momentum=0.9)
+    learner = make_learner(MODEL, grpo().objective, optimizer=optimizer, precision="fp32")
 
     def step(state, minibatch):
         return dataclasses.replace(
-            state, params=jax.tree.map(lambda x: x * jnp.nan, state.params)
+            state,
+            params=jax.tree.map(lambda x: x * jnp.nan, state.params),
+            opt_state=jax.tree.map(lambda x: x + 1, state.opt_state),
         ), {}
 
     begin = learner.init(tiny.params())
     after, metrics = jax.jit(gated(learner._replace(step=step)))(begin, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, after.params, begin.params)
+    (trace, before), (kept, scheduled) = begin.opt_state, after.opt_state
+    for old, new in ((begin.params, after.params), (trace, kept)):
+        jax.tree.map(np.testing.assert_array_equal, new, old)
+    assert (int(before.count), int(scheduled.count)) == (0, 1)
     assert to_floats(metrics)["update/rejected"] == 1
 
 
