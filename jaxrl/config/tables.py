@@ -58,7 +58,7 @@ class TrainConfig(Section):
     dynamic_sampling_rounds: Annotated[int, Field(ge=0, le=10)] = 0
     """Dynamic sampling (DAPO): drop groups whose completions all earn the same reward, and sample
     up to this many times `train_batch` more prompts to fill the batch. Surplus groups are kept for
-    the next step. 0 trains on every group."""
+    the next step, with `rollouts.replay_share` fewer than it takes. 0 trains on every group."""
 
     mask_truncated: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering). Their rewards still

@@ -65,12 +65,19 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
     numbers = reward_metrics(sampled, weights=weights)
     groups = dynamic_sampling.count_groups(found)
     # If all rewards are equal, the last round is trained on: a KL term still has a gradient.
-    batch, progress.pending = dynamic_sampling.split_groups(found or rollouts, groups=fresh)
+    batch, rest = dynamic_sampling.split_groups(found or rollouts, groups=fresh)
+    # Without groups to replay the first step takes more new ones than the next, which would have
+    # nothing to sample if all surplus groups were kept.
+    share = source.config.rollouts.replay_share
+    again, kept = progress.replay, int(share * config.train_batch)
+    most = config.train_batch - kept - 1
+    progress.pending, dropped = dynamic_sampling.split_groups(rest, groups=most)
     if extra_rounds:
         numbers |= {
             "groups/rounds": float(rounds),
             "groups/trained": float(min(groups, fresh)),
             "groups/kept": float(dynamic_sampling.count_groups(progress.pending)),
+            "groups/dropped": float(dynamic_sampling.count_groups(dropped)),
         }
     if groups < fresh:
         progress.short_batches += 1
@@ -80,8 +87,7 @@ def collect(source: RolloutSource, *, progress: Progress, seconds: Numbers) -> R
                 f"that are replayed) in {rounds} rounds; training on these (groups/trained). The "
                 "prompts are too easy or too hard, or train.dynamic_sampling_rounds is too small"
             )
-    if share := source.config.rollouts.replay_share:
-        again, kept = progress.replay, int(share * config.train_batch)
+    if share:
         progress.replay, _ = dynamic_sampling.split_groups(batch, groups=kept)
         batch = _interleaved(batch, again)
         ages = staleness(batch, step=progress.step)

@@ -87,6 +87,33 @@ def test_partial_refresh_mixes_new_groups_with_the_last_batchs():
             assert to_json(again) == to_json(first[again.group, tuple(again.completion)])
 
 
+def test_every_step_samples_with_partial_refresh_and_dynamic_sampling():
+    """The first batch has no groups to replay, so it leaves more surplus groups than the next takes
+    new ones; those beyond are dropped and counted."""
+    calls: list[str] = []
+
+    def reward(text: str, example: Any) -> float:
+        calls.append(text)
+        return float(text[-1]) if len(calls) > 2 else 0.0  # the first group's are equal
+
+    config = run_config(
+        "nothing",
+        reward__path="earned",
+        train__group_size=2,
+        rollouts__replay_share=0.5,
+        train__dynamic_sampling_rounds=1,
+    )
+    examples = [Example(np.array([i], np.int32), {"prompt": i}, {}) for i in range(20)]
+    sampler, progress = Versioned(), Progress()
+    source = make_source(config, examples, sampler=sampler, reward=reward)
+    names, seen = ("groups/kept", "groups/dropped", "staleness/max"), []
+    for step in range(3):
+        sampler.version = progress.step = step
+        numbers = collect(source, progress=progress, seconds={}).numbers
+        seen.append([numbers[name] for name in names])
+    assert seen == [[1, 2, 0], [1, 0, 1], [1, 0, 2]]
+
+
 def worth(text: str, example: Any) -> float:
     prompt, sample = map(int, text.split())
     assert example["prompt"] == prompt
