@@ -154,6 +154,17 @@ def settle(directory: Path, config: Config) -> Config:
     return config
 
 
+def scale_coefficients(
+    coefficients: dict[str, float], found: Sequence[Rollback], *, step: int
+) -> None:
+    """Changes the coefficient that `loss.kl_target` steers, as it was at the checkpoint of a step,
+    by the factor by which later rollbacks changed `loss.kl`, where it started."""
+    for rollback in found:
+        old, new = rollback.changes.get("loss.kl", (None, None))
+        if old and step <= rollback.to and "kl" in coefficients:
+            coefficients["kl"] *= new / old
+
+
 def _remove_steps(directory: Path, last: Rollback, *, number: int) -> None:
     """Removes the steps after `last.to` from metrics, samples, judgements and checkpoints."""
     for name in ("samples", "judge"):

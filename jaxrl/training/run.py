@@ -96,9 +96,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     hosts.on_leader(lambda: _claim(config, inputs))
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
-    state, progress = restore(
-        checkpoints, state, precision=config.precision, batch=config.train.train_batch, fork=start
-    )
+    state, progress = _restore(checkpoints, state, config=config, hosts=hosts, fork=start)
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout, fork=start) as tracker,
         open_sampler(
@@ -234,6 +232,18 @@ def _make_checkpoints(config: Config) -> Checkpoints:
         keep=config.checkpoints_kept,
         keep_best=config.checkpoint.keep_best,
     )
+
+
+def _restore(
+    checkpoints: Checkpoints, state: State, *, config: Config, hosts: Hosts, fork: Fork | None
+) -> tuple[State, Progress]:
+    """Reads the last checkpoint as `restore`, with what rollbacks have changed since."""
+    state, progress = restore(
+        checkpoints, state, precision=config.precision, batch=config.train.train_batch, fork=fork
+    )
+    made = hosts.on_leader(lambda: rollbacks.read(local_directory(config.run_dir)))
+    rollbacks.scale_coefficients(progress.coefficients, made, step=progress.step)
+    return state, progress
 
 
 def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:

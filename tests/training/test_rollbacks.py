@@ -183,6 +183,23 @@ def test_actions_change_the_documented_keys(tmp_path, changes, action, expected)
     assert rollbacks.remedy(action, config(tmp_path, **changes)) == expected
 
 
+def test_rollback_scales_a_coefficient_that_has_moved(tmp_path):
+    """A checkpoint keeps the coefficient that loss.kl_target steers: the rollbacks made since it
+    was written double it, those before have."""
+    asked = config(tmp_path, loss__kl=0.1, loss__kl_target=0.5)
+    check_config(tmp_path, asked)
+    write_steps(tmp_path, upto=12)
+    for healthy in (7, 11):
+        decide(asked, at=12, healthy=healthy, action="rollback_kl")
+        asked = rollbacks.settle(tmp_path, asked)
+        write_steps(tmp_path, upto=12)
+    assert asked.loss.parameters["kl"] == 0.4
+    for step, factor in ((5, 4), (10, 2), (12, 1)):
+        coefficients = {"kl": 0.03, "entropy": 0.2}
+        rollbacks.scale_coefficients(coefficients, rollbacks.read(tmp_path), step=step)
+        assert coefficients == {"kl": 0.03 * factor, "entropy": 0.2}
+
+
 def test_rollback_to_the_same_precision_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'fp16_master' is alarms\.precision already"):
         rollbacks.remedy(
