@@ -36,8 +36,9 @@ class _Group(NamedTuple):
     @classmethod
     def of(cls, rollouts: list[Rollout]) -> Self:
         never = np.iinfo(np.int32).max  # without tokens, as in an episode that could not begin
-        oldest = min(int(r.version.min(initial=never)) for r in rollouts)
-        newest = max(int(r.version.max(initial=0)) for r in rollouts)
+        versions = [_versions(rollout) for rollout in rollouts]
+        oldest = min(int(found.min(initial=never)) for found in versions)
+        newest = max(int(found.max(initial=0)) for found in versions)
         return cls(rollouts, oldest, newest, bool(dynamic_sampling.informative(rollouts)))
 
 
@@ -149,7 +150,12 @@ class Buffer:
 def staleness(rollouts: Iterable[Rollout], *, step: int) -> list[int]:
     """Returns the number of versions that the oldest token of each rollout is behind `step`; 0
     without tokens, as in an episode that could not begin."""
-    return [step - int(r.version.min(initial=step)) for r in rollouts]
+    return [step - int(_versions(r).min(initial=step)) for r in rollouts]
+
+
+def _versions(rollout: Rollout) -> np.ndarray:
+    """Returns the versions of all tokens of an episode, i32[N]."""
+    return np.concatenate([rollout.version, *(branch.version for branch in rollout.branches)])
 
 
 def check_versions(rollouts: Iterable[Rollout], *, step: int, oldest: int = 0) -> None:
@@ -159,7 +165,7 @@ def check_versions(rollouts: Iterable[Rollout], *, step: int, oldest: int = 0) -
     Raises:
       RuntimeError: if the sampler served another version.
     """
-    for version in (r.version for r in rollouts):
+    for version in map(_versions, rollouts):
         if (newest := int(version.max(initial=0))) > step:
             raise RuntimeError(
                 f"the sampler serves policy version {newest} and the learner is at {step}; another "

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxrl.core.batch import Rollout
-from jaxrl.training.rollouts.buffer import Buffer, staleness
+from jaxrl.training.rollouts.buffer import Buffer, check_versions, staleness
 
 BATCH, BATCHES = 3, 6
 
@@ -98,6 +98,21 @@ def test_newer_policy_is_an_error():
 
 def test_staleness_is_that_of_the_oldest_token():
     assert staleness(group(0, version=3, newest=5), step=5) == [2, 2]
+
+
+def test_versions_of_an_episodes_other_sequences_count():
+    """The first turns of an episode may be in a sequence of their own, from an older policy."""
+    first, second = group(0, version=4)
+    (branch, _) = group(0, version=1)
+    rollouts = [first, second._replace(branches=(branch,))]
+    assert staleness(rollouts, step=5) == [1, 4]
+    with pytest.raises(RuntimeError, match="tokens of policy version 1 and the learner is at 5"):
+        check_versions(rollouts, step=5, oldest=2)
+    buffer = Buffer(batch=1, batches=9, max_staleness=3)
+    buffer.begin(next_number=0, step=5, most=1)
+    buffer.finish(0, rollouts)
+    assert buffer.take(step=5) is None
+    assert buffer.counts.stale == 1
 
 
 @settings(max_examples=100, deadline=None)
