@@ -1,5 +1,6 @@
 """Changes the number of workers of a running fleet. It writes a file to the run's
 directory, on the same machine or a shared file system; the command that started the fleet reads it.
+If the fleet has ended, nothing is changed, and the exit status is 1.
 
   jaxrl fleet runs/latest --workers 64"""
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from jaxrl.commands import options
 from jaxrl.commands.paths import config_of
+from jaxrl.fleet.events import ending
 from jaxrl.fleet.wanted import ask
 
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Raises:
-      ValueError: for a run without a fleet of workers, or for no worker.
+      ValueError: for a run without a fleet of workers, one whose fleet has ended, or no worker.
     """
     given = parser().parse_args(argv)
     if given.workers < 1:
@@ -41,6 +43,11 @@ def main(argv: Sequence[str]) -> int:
             f"{given.run} was started with fleet.engine = {fleet['engine']!r} and fleet.workers = "
             f"{fleet['workers']}, so there are no workers whose number could change; start it "
             "again with both keys"
+        )
+    if (end := ending(given.run)) is not None:
+        raise ValueError(
+            f"the fleet of {given.run} {end}, so it has no workers any more; to train on, start "
+            f"its command again, with --fleet.workers {given.workers}"
         )
     ask(given.run, given.workers)
     print(

@@ -1,6 +1,9 @@
 """Events of a fleet, in run_dir/fleet.jsonl, and the output of a part as it grows."""
 
+import contextlib
+import fcntl
 import json
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +15,66 @@ FILE = "fleet.jsonl"
 _POLL = 0.2  # seconds between two looks at a file
 
 
-class Events:
-    """Writes and shows what happens to the parts of a fleet."""
+class Events(contextlib.AbstractContextManager["Events"]):
+    """Writes and shows what happens to the parts of a fleet. The file is locked until the end of
+    the block."""
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
         """Begins the file anew; a killed fleet may have left half a line. `directory` is the run's,
-        `note` shows a line to the user."""
-        self._path, self.note = directory / FILE, note
-        self._path.write_bytes(b"")
+        `note` shows a line to the user.
+
+        Raises:
+          ValueError: if another fleet uses the directory.
+        """
+        self._file, self.note = (directory / FILE).open("a", encoding="utf-8"), note
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ValueError(
+                f"the fleet of another command trains in {directory}; wait until it ends, or "
+                "choose another run_dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        self._file.truncate(0)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def write(self, part: str, event: str, **more: Any) -> None:
         """Records an event of a part, such as "server 0"."""
         entry = {"time": round(time.time(), 3), "part": part, "event": event} | more
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    def begin(self, asked: str) -> None:
+        """Records the request of the fleet, and the host of the command that runs it."""
+        self.write("fleet", "asked", text=asked, host=platform.node())
+
+
+def ending(directory: Path) -> str | None:
+    """Describes the end of a run's last fleet, such as "ended with status 0"; None while it runs,
+    if the run has no fleet, or if that cannot be told, because its command ran on another host and
+    was killed."""
+    try:
+        with (directory / FILE).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError:
+                locks = False
+            else:
+                locks = True
+            entries = [parse_event(line) for line in file if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return None
+    last = next((e for e in reversed(entries) if (e["part"], e["event"]) == ("fleet", "ended")), {})
+    if last:
+        return f"ended with status {last.get('status')}"
+    here = bool(entries) and entries[0].get("host") == platform.node()
+    return "was killed" if locks and here else None
 
 
 def parse_event(line: bytes) -> dict[str, Any]:

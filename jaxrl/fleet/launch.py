@@ -30,7 +30,8 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     """Runs `jaxrl train ARGV`, whose config has an engine, on a cluster; returns its exit status.
 
     Raises:
-      ValueError: if the servers' addresses are given although the fleet starts them.
+      ValueError: if the servers' addresses are given although the fleet starts them, or the fleet
+        of another command uses the run's directory.
       UnplacedError: if the cluster has not enough; the message names each resource.
       RuntimeError: if a cluster cannot be reached, a server does not start, or learner hosts have
         died more often than `fleet.restarts`.
@@ -42,10 +43,19 @@ def launch(config: Config, argv: Sequence[str]) -> int:
             f"{list(config.sampler.url)}: the fleet knows the addresses of the servers that it "
             "starts; leave sampler.url out, or fleet.servers to use running ones"
         )
-    signals, namespace = Signals(), f"jaxrl-{secrets.token_hex(4)}"
     directory = Path(config.run_dir).absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    events = Events(directory, _note)
+    status = 1
+    with Events(directory, _note) as events:
+        try:
+            status = _launch(config, argv, events=events)
+        finally:
+            events.write("fleet", "ended", status=status)
+    return status
+
+
+def _launch(config: Config, argv: Sequence[str], *, events: Events) -> int:
+    signals, namespace = Signals(), f"jaxrl-{secrets.token_hex(4)}"
     with ExitStack() as stack:
         cluster = connect(namespace=namespace)
         stack.callback(import_ray().shutdown)
@@ -56,7 +66,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
             if config.fleet.learner_slice is not None:
                 asked = f"TPU slice {config.fleet.learner_slice}, {asked}".removesuffix(", ")
             events.note(f"on {where}: {asked}")
-            events.write("fleet", "asked", text=asked)
+            events.begin(asked)
             slots = stack.enter_context(
                 reserved(config.fleet, cluster, signals=signals, note=events.note)
             )

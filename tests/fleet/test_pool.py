@@ -9,6 +9,7 @@ from jaxrl.cli import main
 from jaxrl.config import toml_file
 from jaxrl.config.fleet import FleetConfig
 from jaxrl.fleet import placement, pool as module
+from jaxrl.fleet.events import Events
 from jaxrl.fleet.placement import Slot
 from jaxrl.fleet.wanted import FILE, Wanted, ask
 from tests.run_config import run_config
@@ -105,3 +106,26 @@ def test_command_asks_only_a_run_with_workers(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")  # of a supervised run
     assert main(["fleet", str(tmp_path), "--workers", "5"]) == 1
     assert "has no table [fleet]" in capsys.readouterr().err
+
+
+def test_command_says_that_a_fleet_has_ended(tmp_path, capsys):
+    config = run_config(tmp_path, **{"fleet.engine": "ray", "fleet.workers": 2})
+    (tmp_path / "config.toml").write_text(toml_file.dumps(config))
+    words = ["fleet", str(tmp_path), "--workers", "5"]
+    with Events(tmp_path, print) as events:
+        events.begin("2 workers")
+        assert main(words) == 0
+        with pytest.raises(ValueError, match="another command trains"):
+            Events(tmp_path, print)
+    (tmp_path / FILE).unlink()
+    assert main(words) == 1
+    assert "was killed, so it has no workers" in capsys.readouterr().err
+    with Events(tmp_path, print) as events:
+        events.begin("2 workers")
+        events.write("fleet", "ended", status=3)
+    assert main(words) == 1
+    assert "ended with status 3" in capsys.readouterr().err
+    assert not (tmp_path / FILE).exists()
+    with Events(tmp_path, print) as events:
+        events.write("fleet", "asked", host="another")  # whose lock this one may not see
+    assert main(words) == 0
