@@ -133,7 +133,11 @@ class Sampler(NullSampler):
     """Knows the version that the simulated servers have."""
 
     def __init__(self) -> None:
-        self.used: dict[str, int] = {VERSION: 0}
+        self.use(0)
+
+    def use(self, version: int) -> None:
+        """Knows of a publish to the one server."""
+        self.used = {VERSION: version, "urls": [""]}
 
 
 def open_source(config: Config, workers: Workers) -> RolloutSource:
@@ -156,7 +160,6 @@ def open_source(config: Config, workers: Workers) -> RolloutSource:
             sampler=sampler,
             weights=task.weights,
             max_requests=config.sampler.max_requests,
-            servers=1,
         ),
     )
 
@@ -183,7 +186,7 @@ def steps(
         for name, value in timed.items():
             parts[name] = parts.get(name, 0.0) + value
         progress.step += 1
-        sampler.used = {VERSION: progress.step}
+        sampler.use(progress.step)
         done, groups = done + 1, groups + source.config.train.train_batch
     parts["collect"] = parts.pop("wait")
     return {

@@ -94,6 +94,10 @@ class AdapterPublisher(contextlib.AbstractContextManager["AdapterPublisher"]):
         # Names of the last versions -> the way to them.
         self._kept: dict[str, Callable[[VllmServer], PurePath]] = {}
 
+    def use(self, servers: Sequence[VllmServer]) -> None:
+        """Publishes to these servers from now on; new ones get the base weights first."""
+        self._servers = servers
+
     def __exit__(self, *_: object) -> None:
         for name in list(self._kept):
             self._remove(name)

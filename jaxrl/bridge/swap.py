@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,15 +65,28 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         self._servers = servers
         self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
+        self._connect = functools.partial(
+            VllmServer.connect,
+            root=root,
+            wire=wire.name,
+            sampler=sampler.name,
+            logits=logits.name,
+            blocks=blocks,
+            learner=self._learner,
+        )
         for server in servers:
-            server.connect(
-                root=root,
-                wire=wire.name,
-                sampler=sampler.name,
-                logits=logits.name,
-                blocks=blocks,
-                learner=self._learner,
-            )
+            self._connect(server)
+
+    def use(self, servers: Sequence[VllmServer]) -> None:
+        """Publishes to these servers from now on. New ones are connected; one that refuses counts
+        as failed, and others may continue without it."""
+        for server in servers:
+            if server not in self._servers:
+                try:
+                    self._connect(server)
+                except RefusedError as error:
+                    server.fail(error)
+        self._servers = servers
 
     def publish(self, source: WeightSource, *, version: int) -> Timings:
         """Returns once every healthy server, and at least one, serves `version`. Servers keep

@@ -14,6 +14,7 @@ from jaxrl.builders.stock_servers import all_stock, make_base_check
 from jaxrl.builders.tpu_engine import open_tpu_engine
 from jaxrl.builders.weight_sync import (
     Adapters,
+    Listed,
     Publish,
     PublishToServers,
     Sync,
@@ -47,6 +48,7 @@ class SamplerNeeds(NamedTuple):
     record_experts: bool = False  # completions name the experts of each token
     record_kept: bool = False  # completions name the tokens that truncated sampling kept
     completions: int = 1  # requested at the same time
+    servers: Listed = lambda: None  # those of its fleet at present
 
 
 class Connection(NamedTuple):
@@ -171,10 +173,10 @@ def _open_client(
                 api_key=key,
             )
             urls = (stack.enter_context(starting).wait().url,)
-        named = [
-            VllmServer(url, timeout=config.timeout, api_key=key, sleeps=config.sleep)
-            for url in urls
-        ]
+        connect = functools.partial(
+            VllmServer, timeout=config.timeout, api_key=key, sleeps=config.sleep
+        )
+        named = [connect(url) for url in urls]
         stock = bool(config.url) and all_stock(named, adapters=needs.adapters is not None)
         settings: dict[str, Any] = dict(
             max_positions=limit,
@@ -196,14 +198,22 @@ def _open_client(
             )
         if stock:
             named = [StockServer(url, timeout=config.timeout, api_key=key) for url in urls]
-            connect = functools.partial(StockSampler, **settings)
-            check = make_base_check(weights, layout=layout, client=connect)
+            open_client = functools.partial(StockSampler, **settings)
+            check = make_base_check(weights, layout=layout, client=open_client)
             note(
                 f"{', '.join(urls)}: without jaxrl's engine, so the base model is compared by "
                 "log-probs; requests have no seed, and nothing is scored (probe.replay)"
             )
         send = stack.enter_context(open_send(sync, named, adapters=needs.adapters, check=check))
-        publish = PublishToServers(send, named, client=client, note=note, learner=sync.learner)
+        publish = PublishToServers(
+            send,
+            named,
+            client=client,
+            note=note,
+            learner=sync.learner,
+            listed=needs.servers,
+            connect=connect,
+        )
         facts = functools.partial(_facts_of_servers, named)
         sleep = functools.partial(_sleep, named, config) if config.sleep else lambda: None
         score = None if stock else client.score

@@ -35,6 +35,7 @@ from jaxrl.bridge import (
 )
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.core import Hosts, Precision
+from jaxrl.fleet.addresses import Addresses
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Model, Params, lora
 from jaxrl.sampling import VllmSampler
@@ -114,9 +115,13 @@ def run_learner(directory: Path) -> LearnerIdentity:
         ) from error
 
 
-Send = Callable[..., tuple[str | None, Timings]]
-"""(params, version=...) -> the adapter that requests must name, and seconds, once all reachable
-servers have the parameters."""
+class Send(NamedTuple):
+    """The way of weights to the servers."""
+
+    # (params, version=...) -> the adapter that requests must name, and seconds, once all reachable
+    # servers have the parameters
+    publish: Callable[..., tuple[str | None, Timings]]
+    use: Callable[[Sequence[VllmServer]], None]  # sends to these servers from now on
 
 
 @contextmanager
@@ -127,8 +132,8 @@ def open_send(
     adapters: Adapters | None,
     check: PublishBase | None = None,
 ) -> Iterator[Send]:
-    """Yields the function that sends whole weights, or the adapters alone, to the servers. After
-    the block other learners may connect. Processes other than 0 use `follower`.
+    """Yields the way of whole weights, or of the adapters alone, to the servers. After the block
+    other learners may connect. Processes other than 0 use `follower`.
 
     `check` is given for servers without jaxrl's engine, in place of publishing their base.
 
@@ -136,18 +141,29 @@ def open_send(
       ValueError: if such servers cannot read the store.
     """
     with ExitStack() as stack:
-        for server in servers:
-            stack.callback(server.disconnect)
+        used = [*servers]
+
+        def disconnect() -> None:
+            for server in used:
+                server.disconnect()
+
+        stack.callback(disconnect)
         if adapters is not None:
             opened = _open_adapters(sync, servers, adapters=adapters, check=check)
-            yield stack.enter_context(opened).publish
-            return
-        publisher = stack.enter_context(sync.publisher(servers))
+            of_adapters = stack.enter_context(opened)
+            follow, publish = of_adapters.use, of_adapters.publish
+        else:
+            publisher = stack.enter_context(sync.publisher(servers))
+            follow = publisher.use
 
-        def send(params: Any, *, version: int) -> tuple[None, Timings]:
-            return None, publisher.publish(sync.source(params), version=version)
+            def publish(params: Any, *, version: int) -> tuple[None, Timings]:
+                return None, publisher.publish(sync.source(params), version=version)
 
-        yield send
+        def use(now: Sequence[VllmServer]) -> None:
+            used[:] = now
+            follow(now)
+
+        yield Send(publish, use)
 
 
 @contextmanager
@@ -244,8 +260,16 @@ def through_store(upload: Upload, root: Path, *, word: int) -> Delivery:
     return Delivery(root, send)
 
 
+Listed = Callable[[], Addresses | None]
+"""The servers that there are now; None if they do not change."""
+
+
 class PublishToServers:
-    """Publishes weights to servers, and tells the client which servers have them."""
+    """Publishes weights to servers, and tells the client which servers have them.
+
+    The servers may change between two publishes: a new one gets the weights before requests, and
+    one that has left finishes the requests that it has.
+    """
 
     def __init__(
         self,
@@ -255,15 +279,20 @@ class PublishToServers:
         client: VllmSampler,
         note: Callable[[str], None],
         learner: LearnerIdentity,
+        listed: Listed = lambda: None,
+        connect: Callable[[str], VllmServer] = VllmServer,
     ) -> None:
-        self._session = learner.session
+        """`connect` makes the client of a server that `listed` names for the first time."""
+        self._session, self._listed, self._connect = learner.session, listed, connect
         self._send, self._servers, self._client, self._note = send, servers, client, note
         self._missed = dict.fromkeys((server.url for server in servers), 0)  # versions in turn
+        self._left: Sequence[str] = ()
         self._noted: set[str] = set()
 
     def __call__(self, params: Any, *, version: int) -> dict[str, float]:
         """Publishes weights; a server that failed gets them at a later publish."""
-        adapter, timings = self._send(params, version=version)
+        self._follow()
+        adapter, timings = self._send.publish(params, version=version)
         before = self._missed
         self._missed = {
             server.url: 0 if server.connected else before[server.url] + 1
@@ -273,6 +302,7 @@ class PublishToServers:
         self._client.use_version(
             version,
             urls=sorted(url for url, missed in self._missed.items() if not missed),
+            left=self._left,
             adapter=adapter,
             session=self._session,
         )
@@ -281,6 +311,22 @@ class PublishToServers:
             "sampler/servers": float(sum(not missed for missed in self._missed.values())),
             "sampler/versions_behind": float(max(self._missed.values())),
         }
+
+    def _follow(self) -> None:
+        """Takes in the servers that are new, and lets go of those that are no longer there."""
+        known, listed = {server.url: server for server in self._servers}, self._listed()
+        if listed is None or not (urls := listed.present):
+            return
+        self._left = listed.leaving
+        if set(urls) == known.keys():
+            return
+        for url in known.keys() - set(urls):
+            self._note(f"{url} leaves: it finishes its requests and gets no more")
+        for url in set(urls) - known.keys():
+            self._note(f"{url} is new and gets the present weights")
+        self._servers = [known.get(url) or self._connect(url) for url in urls]
+        self._missed = {url: self._missed.get(url, 0) for url in urls}
+        self._send.use(self._servers)
 
     def _report(self, before: Mapping[str, int], version: int) -> None:
         """Writes a line for each server that has fallen behind, or is back."""

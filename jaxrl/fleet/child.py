@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -94,9 +95,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)
 
+    async def read(self, url: str) -> str:
+        """Returns what a server on this node answers; raises OSError if it does not."""
+        return await asyncio.to_thread(_read, url)
+
     def _environment(self) -> dict[str, str]:
         own = {k: v for k, v in os.environ.items() if k not in _OF_RAY}
         return own | self._variables
+
+
+def _read(url: str) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as one:
+        return one.read().decode()
 
 
 def _ending_with_parent() -> Callable[[], None]:

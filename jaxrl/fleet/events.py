@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 FILE = "fleet.jsonl"
 _POLL = 0.2  # seconds between two looks at a file
+_UP = {"server": "ready"}  # the event after which a part is no longer down; of others "started"
 
 
 class Events(contextlib.AbstractContextManager["Events"]):
@@ -91,15 +92,17 @@ def summary(entries: Sequence[dict[str, Any]]) -> str | None:
     begun = next((entry for entry in entries if entry["event"] == "asked"), None)
     if begun is None:
         return None
-    down, deaths, resized = set[str](), 0, ""
+    down, deaths, asked = set[str](), 0, dict[str, int]()
     for entry in entries:
         if entry["event"] == "died":
             down.add(entry["part"])
             deaths += 1
-        elif entry["event"] == ("ready" if entry["part"].startswith("server") else "started"):
+        elif entry["event"] in ("removed", _UP.get(entry["part"].partition(" ")[0], "started")):
             down.discard(entry["part"])
         elif entry["event"] == "resized":
-            resized = f"; {entry.get('workers')} workers asked for since"
+            asked |= {kind: entry[kind] for kind in ("servers", "workers") if kind in entry}
+    numbers = ", ".join(f"{number} {kind}" for kind, number in sorted(asked.items()))
+    resized = f"; {numbers} asked for since" if numbers else ""
     lost = f"; down: {', '.join(sorted(down))}" if down else ""
     plural = "s" * (deaths != 1)
     return f"fleet: {begun.get('text')}{resized}; {deaths} death{plural}{lost}"

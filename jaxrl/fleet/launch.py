@@ -116,11 +116,15 @@ class _Fleet:
             config.fleet,
             slots.get(WORKER, ()),
             directory=self._directory,
-            wanted=Wanted(self._logs.parent),
+            wanted=Wanted(self._logs.parent, "workers"),
             events=events,
         )
         self._servers = Servers(
-            config, slots.get(SERVER, ()), directory=self._directory, events=events
+            config,
+            slots.get(SERVER, ()),
+            directory=self._directory,
+            wanted=Wanted(self._logs.parent, "servers"),
+            events=events,
         )
         self._variables = shared_variables()
         if config.fleet.servers:  # one key for them and the learner, perhaps on different nodes

@@ -1,16 +1,19 @@
-"""The number of workers that a user asks of a running fleet, in run_dir/fleet_workers."""
+"""The numbers of parts that a user asks of a running fleet, in run_dir/fleet_workers and
+run_dir/fleet_servers."""
 
 from pathlib import Path
+from typing import Literal
 
-FILE = "fleet_workers"
+Kind = Literal["workers", "servers"]
+KINDS: tuple[Kind, ...] = "workers", "servers"
 
 
 class Wanted:
     """The number that users have asked for since the fleet began."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kind: Kind) -> None:
         """Forgets what an earlier fleet of the run was asked for. `directory` is the run's."""
-        self._path = directory / FILE
+        self._path = wanted_file(directory, kind)
         self._path.unlink(missing_ok=True)
 
     def read(self) -> int | None:
@@ -21,8 +24,14 @@ class Wanted:
             return None
 
 
-def ask(directory: Path, workers: int) -> None:
-    """Asks the fleet of a run for a number of workers, at least one."""
-    new = directory / f"{FILE}.new"
-    new.write_text(f"{workers}\n")
-    new.replace(directory / FILE)
+def ask(directory: Path, kind: Kind, number: int) -> None:
+    """Asks the fleet of a run for a number of workers or servers, at least one."""
+    file = wanted_file(directory, kind)
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(f"{number}\n")
+    new.replace(file)
+
+
+def wanted_file(directory: Path, kind: Kind) -> Path:
+    """Returns the file that holds the number."""
+    return directory / f"fleet_{kind}"

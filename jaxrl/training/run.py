@@ -1,5 +1,6 @@
 """Opens a run: builds its parts from the config and restores its last checkpoint."""
 
+import functools
 import pickle
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from jaxrl.builders.served_model import connect_reward_model
 from jaxrl.builders.task import MODEL, TaskData, load_task, plays_in_workers
 from jaxrl.builders.teacher import names_teacher, open_teacher
 from jaxrl.builders.trial import first_example, try_task
-from jaxrl.builders.weight_sync import Adapters, Publish, WeightRoute
+from jaxrl.builders.weight_sync import Adapters, Listed, Publish, WeightRoute
 from jaxrl.config.bucket import local_directory
 from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
@@ -27,6 +28,8 @@ from jaxrl.core import Hosts, disagreement, flags_note
 from jaxrl.data import end_note, marked_text, one_line
 from jaxrl.diagnostics import Score
 from jaxrl.environments import EpisodeRunner
+from jaxrl.fleet.addresses import read_addresses
+from jaxrl.fleet.membership import membership
 from jaxrl.fleet.workers import Died, Workers, fleet_workers
 from jaxrl.learner import Checkpoints, State
 from jaxrl.sampling import SamplingParams, VllmSampler
@@ -189,7 +192,6 @@ def _group_workers(
         sampler=serving.sampler,
         weights=weights,
         max_requests=config.sampler.max_requests,
-        servers=len(connection.urls),
     )
 
 
@@ -257,7 +259,15 @@ def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
         record_experts=config.train.replay_routing,
         record_kept=config.sampling.truncated,
         completions=config.concurrent_completions,
+        servers=_listed(config),
     )
+
+
+def _listed(config: Config) -> Listed:
+    """Returns what tells the servers of this process's fleet."""
+    if not config.fleet.servers or membership() is None:
+        return lambda: None
+    return functools.partial(read_addresses, local_directory(config.run_dir))
 
 
 def _open_samples(source: RolloutSource, *, step: int) -> Samples:

@@ -1,8 +1,9 @@
 """Weight sync to several servers when one fails, with stand-ins for vLLM."""
 
+import functools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +28,8 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.routes import ControlError
 from jaxrl.bridge.store.objects import StoreError
 from jaxrl.bridge.swap import swap_weights
-from jaxrl.builders.weight_sync import PublishToServers
+from jaxrl.builders.weight_sync import PublishToServers, Send
+from jaxrl.fleet.addresses import Addresses
 from jaxrl.sampling.vllm.sampler import VllmSampler
 from tests.bridge.cases import LEARNER
 
@@ -238,7 +240,7 @@ def test_untried_version_is_reported_once(version, told):
         server.connect(root="/x", **ROLES, learner=LEARNER)
         client = VllmSampler([server.url], max_positions=8, vocab_size=8)
         send = PublishToServers(
-            lambda params, *, version: (None, Timings()),
+            Send(lambda params, *, version: (None, Timings()), lambda servers: None),
             [server],
             client=client,
             note=lines.append,
@@ -289,7 +291,8 @@ def test_the_run_says_which_server_is_behind_and_by_how_much(two):
 
         return None, swap_weights(servers, update)
 
-    publish = PublishToServers(send, servers, client=client, note=lines.append, learner=LEARNER)
+    way, keys = Send(send, lambda servers: None), {"client": client, "learner": LEARNER}
+    publish = PublishToServers(way, servers, note=lines.append, **keys)
     silent = BehindError("its host has no answer from s3://a-bucket for 12 s")
     for version, failure in enumerate([None, silent, silent, silent, None, None]):
         metrics = publish(failure, version=version)
@@ -301,6 +304,48 @@ def test_the_run_says_which_server_is_behind_and_by_how_much(two):
         f"{url} is behind by 1 version; continuing with the other servers, retrying at each "
         f"publish: {silent}",
         f"{url} is back and serves version 4; it missed 3 versions",
+    ]
+
+
+def test_servers_come_and_go_between_publishes(two):
+    (first, second), servers = two
+    lines, used = list[str](), [servers[0]]
+    present, leaving = [servers[0].url], list[str]()
+    client = VllmSampler(present, max_positions=8, vocab_size=8)
+
+    def send(params: Any, *, version: int) -> tuple[None, Timings]:
+        update = functools.partial(VllmServer.update, payload="payload", in_flight="keep")
+        return None, swap_weights(used, lambda server: update(server, version=version))
+
+    def use(now: Sequence[VllmServer]) -> None:
+        used[:] = now
+
+    publish = PublishToServers(
+        Send(send, use),
+        servers[:1],
+        client=client,
+        note=lines.append,
+        learner=LEARNER,
+        listed=lambda: Addresses([*present], [*leaving]),
+        connect={servers[1].url: servers[1]}.__getitem__,
+    )
+    assert publish({}, version=1)["sampler/servers"] == 1
+    present.append(servers[1].url)
+    assert second.version != "2"
+    assert publish({}, version=2)["sampler/servers"] == 2
+    assert (first.version, second.version) == ("2", "2")
+    assert client.used["urls"] == sorted(present)
+    leaving.append(present.pop())
+    assert publish({}, version=3)["sampler/servers"] == 1
+    assert (first.version, second.version) == ("3", "2")
+    assert (client.used["urls"], client.used["left"]) == (present, leaving)
+    present.clear()  # no server is left, so the last ones are asked
+    assert publish({}, version=4)["sampler/servers"] == 1
+    client.close()
+    url = servers[1].url
+    assert lines == [
+        f"{url} is new and gets the present weights",
+        f"{url} leaves: it finishes its requests and gets no more",
     ]
 
 

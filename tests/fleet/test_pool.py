@@ -1,4 +1,4 @@
-"""The number of workers follows what users ask for; a stand-in takes Ray's place."""
+"""The numbers of parts follow what users ask for; a stand-in takes Ray's place."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +11,7 @@ from jaxrl.config.fleet import FleetConfig
 from jaxrl.fleet import placement, pool as module
 from jaxrl.fleet.events import Events
 from jaxrl.fleet.placement import Slot
-from jaxrl.fleet.wanted import FILE, Wanted, ask
+from jaxrl.fleet.wanted import Wanted, ask, wanted_file
 from tests.run_config import run_config
 
 
@@ -65,19 +65,19 @@ def names(count):
 
 
 def test_pool_grows_and_shrinks_and_keeps_its_own_slots(ray, tmp_path):
-    (tmp_path / FILE).write_text("9")  # of an earlier fleet
+    wanted_file(tmp_path, "workers").write_text("9")  # of an earlier fleet
     events, config = mock.MagicMock(), FleetConfig(worker_resources=("CPU=2",), wait=1e-9)
     slots = [Slot(mock.MagicMock(), i, {"CPU": 2.0}) for i in range(2)]
-    keys = {"directory": tmp_path, "wanted": Wanted(tmp_path), "events": events}
+    keys = {"directory": tmp_path, "wanted": Wanted(tmp_path, "workers"), "events": events}
     pool = module.Pool(config, slots, **keys)
     for asked, own in ((2, 0), (4, 2), (3, 1), (1, 0), (3, 1)):
-        ask(tmp_path, asked)
+        ask(tmp_path, "workers", asked)
         pool.look()
         pool.look()
         assert (ray.actors, len(ray.groups)) == (names(asked), own)
     assert all(group.bundles == [{"CPU": 2.0}] for group in ray.groups)
     ray.places = False
-    ask(tmp_path, 4)
+    ask(tmp_path, "workers", 4)
     for _ in range(3):
         pool.look()
     waiting = [call.args[0] for call in events.note.call_args_list if "waits for" in str(call)]
@@ -85,10 +85,10 @@ def test_pool_grows_and_shrinks_and_keeps_its_own_slots(ray, tmp_path):
         "worker 3 waits for CPU=2; free are: CPU 0.5. It starts as soon as a node has that much"
     ]
     assert ray.groups[-1].ready.call_count == 1  # each starts a task
-    (tmp_path / FILE).write_text("many")
+    wanted_file(tmp_path, "workers").write_text("many")
     pool.look()
-    (tmp_path / FILE).unlink()
-    (tmp_path / FILE).mkdir()  # cannot be read
+    wanted_file(tmp_path, "workers").unlink()
+    wanted_file(tmp_path, "workers").mkdir()  # cannot be read
     pool.look()
     assert len(pool) == 4
     pool.close()
@@ -101,7 +101,7 @@ def test_command_asks_only_a_run_with_workers(tmp_path, capsys):
         (tmp_path / "config.toml").write_text(toml_file.dumps(config))
         assert main(["fleet", str(tmp_path), "--workers", "5"]) == status
     assert "fleet.engine = 'none' and fleet.workers = 0" in capsys.readouterr().err
-    assert (tmp_path / FILE).read_text() == "5\n"
+    assert wanted_file(tmp_path, "workers").read_text() == "5\n"
     assert main(["fleet", str(tmp_path), "--workers", "0"]) == 1
     (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")  # of a supervised run
     assert main(["fleet", str(tmp_path), "--workers", "5"]) == 1
@@ -117,15 +117,15 @@ def test_command_says_that_a_fleet_has_ended(tmp_path, capsys):
         assert main(words) == 0
         with pytest.raises(ValueError, match="another command trains"):
             Events(tmp_path, print)
-    (tmp_path / FILE).unlink()
+    wanted_file(tmp_path, "workers").unlink()
     assert main(words) == 1
-    assert "was killed, so it has no workers" in capsys.readouterr().err
+    assert "was killed, so it has no parts" in capsys.readouterr().err
     with Events(tmp_path, print) as events:
         events.begin("2 workers")
         events.write("fleet", "ended", status=3)
     assert main(words) == 1
     assert "ended with status 3" in capsys.readouterr().err
-    assert not (tmp_path / FILE).exists()
+    assert not wanted_file(tmp_path, "workers").exists()
     with Events(tmp_path, print) as events:
         events.write("fleet", "asked", host="another")  # whose lock this one may not see
     assert main(words) == 0

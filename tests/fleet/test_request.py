@@ -10,6 +10,7 @@ from jaxrl.config.training import Config
 from jaxrl.fleet import request, servers
 from jaxrl.fleet.events import summary
 from jaxrl.fleet.launch import _Gang
+from jaxrl.fleet.wanted import Wanted
 from tests.run_config import run_config
 
 
@@ -82,13 +83,18 @@ def test_summary_counts_deaths_and_names_what_is_down():
     entries += [{"part": "fleet", "event": "resized", "workers": 3}]
     text = "fleet: 2 servers; 3 workers asked for since; 2 deaths; down: server 0"
     assert summary(entries) == text
+    entries += [{"part": "fleet", "event": "resized", "servers": number} for number in (2, 1)]
+    entries += [{"part": "server 0", "event": "removed"}]
+    assert summary(entries) == "fleet: 2 servers; 1 servers, 3 workers asked for since; 2 deaths"
 
 
 def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monkeypatch):
     config, clock = run_config(tmp_path, **{"fleet.engine": "ray"}), [1000.0]
+    (tmp_path / "run").mkdir()
     monkeypatch.setattr(servers.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(servers, "import_ray", mock.MagicMock())
-    fleet = servers.Servers(config, [mock.MagicMock()] * 2, directory=tmp_path, events=Events())
+    keys = {"directory": tmp_path, "wanted": Wanted(tmp_path, "servers"), "events": Events()}
+    fleet = servers.Servers(config, [mock.MagicMock()] * 2, **keys)
     first, second = fleet._servers
     for one in (first, second):
         one.place, one.ready = servers.Place("node", "10.0.0.1", 0, 1), True
@@ -102,7 +108,7 @@ def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monk
     assert fleet.lost()  # the learner may not have noticed that it is back
     clock[0] += 40
     assert not fleet.lost()
-    assert not servers.Servers(config, [], directory=tmp_path, events=Events()).lost()
+    assert not servers.Servers(config, [], **keys).lost()
 
 
 class Events:

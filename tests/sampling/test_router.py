@@ -169,6 +169,19 @@ def test_requests_leave_an_outdated_server(asking):
     assert {asking.one() for _ in range(4)} == {"A", "B"}
 
 
+def test_new_server_takes_requests_and_one_that_has_left_finishes_its_own(asking):
+    first, second = asking.servers
+    with running("C") as new:
+        second.open.clear()
+        flying = [asking.begin() for _ in range(2)]
+        assert (first.got, second.got) == (1, 1)
+        asking.router.use([first.url, new.url], left=[second.url])
+        assert {asking.one() for _ in range(6)} == {"A", "C"}
+        second.open.set()
+        assert sorted(future.result(60) for future in flying) == ["A", "B"]
+        assert second.got == 1
+
+
 def test_aborting_wakes_waiting_requests(asking):
     for server in asking.servers:
         server.open.clear()

@@ -44,7 +44,9 @@ class VllmScorer:
         self._router = Router(
             urls, max_requests=max_requests, timeout=timeout, headers=headers or {}
         )
-        self._pool = ThreadPoolExecutor(len(urls) * max_requests, thread_name_prefix="vllm")
+        self._max_requests, self._most = max_requests, 0  # requests, of a server and of all
+        self._pools = list[ThreadPoolExecutor]()  # the last one takes new requests
+        self._make_room(len(urls))
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Computes the log-probs of given tokens in one forward pass per sequence.
@@ -67,13 +69,20 @@ class VllmScorer:
             max_positions=self._max_positions + 1,
             vocab_size=self._vocab_size,
         )
-        return list(self._pool.map(self._score, turns))
+        return list(self._pools[-1].map(self._score, turns))
 
     def close(self) -> None:
         """Closes the connections, so that servers abort their requests, and ends the threads."""
         self._router.abort()
-        self._pool.shutdown(cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
         self._router.close()
+
+    def _make_room(self, servers: int) -> None:
+        """Has threads for so many servers from now on."""
+        if servers * self._max_requests > self._most:
+            self._most = servers * self._max_requests
+            self._pools.append(ThreadPoolExecutor(self._most, thread_name_prefix="vllm"))
 
     def _score(self, turn: Turn) -> np.ndarray:
         return self._logprobs(turn, check=lambda label: None, model={})

@@ -15,8 +15,8 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx2
@@ -63,15 +63,16 @@ class Router:
         """Makes the router without connecting; arguments and errors as in `VllmScorer`."""
         if not urls:
             raise ValueError("urls is empty; give the address of at least one server")
-        self._clients = {url: _client(url, timeout=timeout, headers=headers) for url in urls}
+        self._open = functools.partial(_client, timeout=timeout, headers=headers)
+        self._clients = {url: self._open(url) for url in urls}
         self._current = self._healthy = set(urls)
         self._max_requests = max_requests
         self._timeout = timeout
         self._loads: Counter[str] = Counter()
-        self._sockets = {url: weakref.WeakSet[socket.socket]() for url in urls}
+        self._sockets = defaultdict[str, weakref.WeakSet[socket.socket]](weakref.WeakSet)
         self._affinity: dict[Hashable, str] = {}
         self._numbers = itertools.count()
-        self._last_used = {url: next(self._numbers) for url in urls}
+        self._last_used: dict[str, int] = {url: next(self._numbers) for url in urls}
         self._changed = threading.Condition()  # guards all of these
         self._closed = threading.Event()
 
@@ -120,15 +121,19 @@ class Router:
                     f"{url} did not answer {about}: {status or ''} {text}", status=status
                 )
 
-    def use(self, urls: Sequence[str]) -> None:
-        """Sends requests to these servers only. Requests in flight at others are retried, because a
-        paused server would hold them until the timeout. Prefix affinity is cleared: new weights
-        invalidate the servers' caches."""
+    def use(self, urls: Sequence[str], *, left: Collection[str] = ()) -> None:
+        """Sends requests to these servers only, some of which may be new. Requests in flight at
+        others are retried, because a paused server would hold them until the timeout; those at
+        servers that have `left` are finished there. Prefix affinity is cleared: new weights
+        invalidate the servers' caches. Raises ValueError for an address that is not http://."""
+        new = {url: self._open(url) for url in urls if url not in self._clients}
         with self._changed:
+            self._clients |= new
+            self._last_used |= {url: next(self._numbers) for url in new}
             self._current = self._healthy = set(urls)
             self._affinity.clear()
             self._changed.notify_all()
-            self._shut(self._clients.keys() - self._current)
+            self._shut(self._clients.keys() - self._current - set(left))
 
     def limit(self, max_requests: int) -> None:
         """Sends at most so many requests to each server at the same time from now on."""

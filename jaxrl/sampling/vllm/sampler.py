@@ -10,7 +10,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from typing import Any, NamedTuple
 
@@ -103,14 +103,25 @@ class VllmSampler(VllmScorer, Sampler):
         return self._served.version
 
     def use_version(
-        self, version: int, *, urls: Sequence[str], adapter: str | None = None, session: str = ""
+        self,
+        version: int,
+        *,
+        urls: Sequence[str],
+        left: Collection[str] = (),
+        adapter: str | None = None,
+        session: str = "",
     ) -> None:
         """Samples from a policy version from now on, at the servers that serve it; failed servers
-        among them get requests again. With an adapter, `version` is the adapter's.
+        among them get requests again, and new ones their first. Requests in flight at others are
+        sent again, but servers that have `left` finish theirs. With an adapter, `version` is the
+        adapter's.
 
-        If a session is given, weights published by another session's learner are refused."""
-        self._router.use(urls)
-        self._used = {"version": version, "urls": urls, "adapter": adapter, "session": session}
+        If a session is given, weights published by another session's learner are refused. Raises
+        ValueError for an address that is not http://."""
+        self._make_room(len(urls))
+        self._router.use(urls, left=left)
+        given = {"urls": urls, "left": left, "adapter": adapter, "session": session}
+        self._used = {"version": version} | given
         self._served = Served(version, adapter, session)
 
     def limit(self, max_requests: int) -> None:
@@ -142,7 +153,7 @@ class VllmSampler(VllmScorer, Sampler):
         return self._completions(requests)
 
     def _completions(self, requests: Sequence[HttpRequest]) -> Iterator[Completion]:
-        futures = [self._pool.submit(self._complete, one) for one in requests]
+        futures = [self._pools[-1].submit(self._complete, one) for one in requests]
         try:
             for future in as_completed(futures):
                 yield from future.result()

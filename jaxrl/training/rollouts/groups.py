@@ -60,11 +60,9 @@ class GroupWorkers:
         sampler: VllmSampler,
         weights: Mapping[str, float],
         max_requests: int,
-        servers: int,
     ) -> None:
-        """`sampler` knows the servers' present weights; `weights` are those of the reward. All
-        workers together keep `max_requests` requests at each of so many `servers`."""
-        workers.together = max_requests * servers
+        """`sampler` knows the servers and their present weights; `weights` are those of the reward.
+        All workers together keep `max_requests` requests at each server."""
         self._workers, self._play, self._setup = workers, play, setup
         self._sampler, self._weights = sampler, weights
         self._servers, self._max_requests = Servers(0, {}, 0), max_requests
@@ -84,6 +82,7 @@ class GroupWorkers:
         changes, *known = self._servers
         present = (self._sampler.used, math.ceil(self._max_requests / self._workers.count))
         if present != tuple(known):
+            self._workers.together = self._max_requests * len(self._sampler.used["urls"])
             self._servers = Servers(changes + 1, *present)
         plain = dataclasses.replace(params, stop_texts=None)
         group = Group(number, example, index, plain, size, scored)
