@@ -21,6 +21,8 @@ def import_ray() -> ModuleType:
     # Ray's coming default, whose announcement it would print: an actor that asks for no GPUs keeps
     # those that are visible.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Else the processes of a cluster that a run starts would yield to all others of the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         import ray
     except ModuleNotFoundError as error:
