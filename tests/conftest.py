@@ -116,6 +116,7 @@ WHOLE = {
     "test_reward_model.py",
     "test_routing_replay.py",
     "test_sandbox.py",
+    "test_served_fleet.py",
     "test_served_reward_model.py",
     "test_server.py",
     "test_servers.py",
