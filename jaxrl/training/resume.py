@@ -14,6 +14,9 @@ from jaxrl.learner import (
 from jaxrl.training.fork import Fork
 from jaxrl.training.progress import Progress
 
+# Roles and settings that decide the log-probs of what the sampler writes.
+_SAMPLED = ("wire", "sampler", "logits", "products", "sums", "latent", "blocks")
+
 
 def restore(
     checkpoints: Checkpoints,
@@ -54,11 +57,11 @@ def restore(
 
 def adapt_precision(state: State, progress: Progress, *, precision: Precision) -> State:
     """Adapts a restored run to a new precision: resets the loss scale, and drops pending
-    rollouts if the sampler's dtypes changed."""
+    rollouts if the sampler computes otherwise now."""
     if progress.precision is None or progress.precision == str(precision):
         return state
     before = Precision.parse(progress.precision)
-    if (before.wire, before.sampler) != (precision.wire, precision.sampler):
+    if any(getattr(before, name) != getattr(precision, name) for name in _SAMPLED):
         progress.drop_pending()
     return with_new_loss_scale(state, precision)
 

@@ -165,6 +165,10 @@ def test_changed_precision_restarts_loss_scale():
     assert progress.pending == []
     assert progress.running == [0, 1, 2, 5]
     assert progress.counts == counts | {"stale": 4}
+    # So are those of other arithmetic in the same dtypes.
+    for change in ("blocks=e4m3", "logits=bf16", "sums=fixed", "latent=absorbed"):
+        _, progress = taken_over(precision.parse(f"bf16_master,{change}"), "bf16_master")
+        assert (progress.counts, progress.pending) == (counts | {"stale": 4}, [])
     # Where only the learner's dtypes change they stay.
     _, progress = taken_over(precision.parse("phantom"), str(precision.parse("bf16_master")))
     assert (progress.counts, len(progress.pending)) == (counts, 9)
