@@ -1,6 +1,11 @@
 """Operands of int8 against a reference in numpy."""
 
 import dataclasses
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +48,7 @@ def test_rows_are_rounded_as_by_the_reference(dtype):
     np.testing.assert_array_equal(jit(quantise)(ties)[0], [[127, 0, 2, -2]])
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_products_are_those_of_integers(name):
+def check_products(name):
     """Also where f32 would not hold the sum: 3000 terms of 127 * 127."""
     rng = np.random.default_rng(0)
     x, y = (rng.integers(-127, 128, (n, 3000)).astype(np.int8) for n in (5, 7))
@@ -56,6 +60,22 @@ def test_products_are_those_of_integers(name):
         precision = dataclasses.replace(PRECISIONS[name], sums=sums)
         found = jit(integer_product, static_argnames="precision")(x, y, precision=precision)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_products_are_those_of_integers(name):
+    check_products(name)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="of x86-64 processors")
+def test_products_need_no_units_for_8_bits():
+    """Compiled for a processor without VNNI, where a server's sums are wrong and refused."""
+    code = "from tests.models.test_integers import PRECISIONS, check_products\n"
+    code += "for name in PRECISIONS: check_products(name)"
+    own = {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    own |= {"JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=os.environ | own)
 
 
 def test_gradient_is_that_of_the_product_of_rounded_operands():
