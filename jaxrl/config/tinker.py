@@ -49,9 +49,9 @@ class TinkerConfig(BaseConfig):
     mesh: MeshConfig = MeshConfig()
 
     def _contradictions(self) -> Iterator[str]:
-        if self.precision.blocks != "none" and self.sampler != "embedded":
+        if self.precision.blocks not in ("none", "int8") and self.sampler != "embedded":
             yield (
                 f"precision = {self.precision.text!r} and sampler = {self.sampler!r}: "
-                f"blocks={self.precision.blocks} applies to sampler = 'embedded' only; leave one "
-                "of the two out"
+                f"blocks={self.precision.blocks} applies to sampler = 'embedded' only; use "
+                "blocks=int8, which vLLM has on CPUs, or leave one of the two out"
             )

@@ -39,8 +39,8 @@ class Servers:
           directory: name of adapters -> their directory in PEFT's format.
 
         Raises:
-          RefusedError: if a server has another learner, or computes in another dtype than
-            `base.precision` says.
+          RefusedError: if a server has another learner, or computes in another dtype or form of
+            operands than `base.precision` says.
         """
         precision, config = base.precision, base.model.config
         self._base, self._directory, self._learner = base, directory, learner
@@ -54,6 +54,7 @@ class Servers:
                 wire=precision.wire,
                 sampler=precision.sampler,
                 logits=precision.logits,
+                blocks=precision.blocks,
                 learner=learner,
             )
         )

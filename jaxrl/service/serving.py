@@ -132,6 +132,7 @@ def _backend(
                 ServerConfig(),
                 checkpoint,
                 dtype=base.precision.sampler,
+                blocks=base.precision.blocks,
                 log=directory / "vllm.log",
                 note=functools.partial(print, file=sys.stderr),
                 completions=settings.max_batch,

@@ -351,8 +351,9 @@ def test_rules_must_fit_the_mesh(changes, message):
         with_keys(**changes)
 
 
-def test_the_service_refuses_blocks_of_8_bits_on_servers():
-    blocks = {"precision": "bf16_master,blocks=e4m3"}
-    validate(TinkerConfig, blocks)
-    with pytest.raises(ConfigError, match="sampler = 'vllm': blocks=e4m3 applies to sampler"):
-        validate(TinkerConfig, blocks | {"sampler": "vllm"})
+def test_the_service_refuses_numbers_of_e4m3_on_servers():
+    keys = {"precision": "bf16_master,blocks=e4m3"}
+    validate(TinkerConfig, keys)
+    with pytest.raises(ConfigError, match="'vllm': blocks=e4m3 applies to sampler = 'embedded'"):
+        validate(TinkerConfig, keys | {"sampler": "vllm"})
+    validate(TinkerConfig, {"precision": "bf16_master,blocks=int8", "sampler": "vllm"})

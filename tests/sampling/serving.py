@@ -46,11 +46,14 @@ def write_material(directory: Path) -> None:
 
 
 @contextmanager
-def started(directory: Path, *, port: int = 0, rank: int = 0) -> Iterator[LocalServer]:
+def started(
+    directory: Path, *, port: int = 0, rank: int = 0, blocks: str = "none"
+) -> Iterator[LocalServer]:
     with starting_server(
         config(directory).sampler,
         Checkpoint(directory / "model"),
         dtype=FP32.sampler,
+        blocks=blocks,
         log=directory / f"vllm-{port}-{rank}.log",
         note=print,
         max_lora_rank=rank,

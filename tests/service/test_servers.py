@@ -1,7 +1,10 @@
 """A service that samples from a vLLM server: each client has the weights that it was made with."""
 
+import dataclasses
+
 import jax
 import numpy as np
+import pytest
 
 from jaxrl import huggingface
 from jaxrl.bridge import new_learner
@@ -14,12 +17,16 @@ from jaxrl.service.sampling import BASE, Request, Samplers
 from jaxrl.service.servers import Servers
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
+from tests.bridge.test_int8_engine import EXACT as INT8
 from tests.sampling.serving import FP32, MODEL, SERVED, started, write_material
 
 ADAPTERS = A, B = "tinker://a", "tinker://b"
 
 
-def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path):
+@pytest.mark.parametrize("blocks", ["none", pytest.param("int8", marks=INT8)])
+def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path, blocks):
+    """In int8 the base's matrices are rounded, and adapters beside them are not."""
+    precision = dataclasses.replace(FP32, blocks=blocks)
     write_material(tmp_path)
     base = cast(tiny.params(config=SERVED), FP32.wire)
     layout = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
@@ -38,9 +45,9 @@ def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path):
             base="base",
             dtype=FP32.wire,
         )
-    with started(tmp_path, rank=8) as server:
+    with started(tmp_path, rank=8, blocks=blocks) as server:
         backend = Servers(
-            Base(MODEL, base, FP32, layout),
+            Base(MODEL, base, precision, layout),
             [server.url],
             key=server.api_key,
             learner=new_learner(f"service of {tmp_path}"),
@@ -48,7 +55,7 @@ def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path):
         )
         backend.load(base)
         samplers = Samplers(
-            Base(MODEL, base, FP32, layout),
+            Base(MODEL, base, precision, layout),
             tokenizer=Checkpoint(tmp_path / "model").tokenizer,
             end_ids=(1,),
             load=weights.__getitem__,
@@ -64,7 +71,7 @@ def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path):
         for batch in (asked[:3], asked[3:4], asked[4:]):
             for place, answer in samplers.answers(batch):
                 one = batch[place]
-                own = EmbeddedSampler(MODEL, lora.attach(weights[one.weights]), precision=FP32)
+                own = EmbeddedSampler(MODEL, lora.attach(weights[one.weights]), precision=precision)
                 turn = Turn(prompt, 0, 0, one.max_tokens)
                 (expected,) = own.sample_turns([turn], SamplingParams(max_tokens=6, temperature=0))
                 for sample in answer.samples:
