@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import main
-from jaxrl.commands.doctor.compiled import learner_policy
+from jaxrl.commands.doctor.compiled import learner_policy, planned
 from jaxrl.commands.doctor.text import Measurement, recommend, table
 from jaxrl.config import toml_file
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.core.precision import PRESETS, Precision
+from jaxrl.diagnostics import candidates
 from jaxrl.diagnostics.ratio.split import LogRatio
 from tests import tiny
 
@@ -134,3 +135,10 @@ def test_policies_with_one_learner_share_its_step():
         assert all(learner_policy(Precision.parse(text)) == expected for text in others)
     apart = (*PRESETS, "fp32,products=bf16x3", "bf16_master,logits=bf16", "bf16_master,grads=bf16")
     assert len({learner_policy(Precision.parse(text)) for text in apart}) == len(apart) - 1
+
+
+def test_every_candidate_for_a_chip_has_a_step(model):
+    config = toml_file.validate(DoctorConfig, {"model": {"path": str(model)}})
+    for text in candidates("tpu", blocks=("e4m3", "int8")):
+        precision = learner_policy(Precision.parse(text))
+        assert planned(config, precision).precision == precision

@@ -44,7 +44,7 @@ def compiled_costs(
         title = f"{topology.name}, step {number} of {len(groups)}: {', '.join(texts)}"
         note(f"{title}: compiling")
         try:
-            program = compile_step(_planned(config, precision), topology)
+            program = compile_step(planned(config, precision), topology)
         except ModuleNotFoundError as error:  # its second remedy is a key of runs
             raise ModuleNotFoundError(str(error).partition(", or set train.")[0]) from None
         except jax.errors.JaxRuntimeError as error:
@@ -79,10 +79,9 @@ def learner_policy(precision: Precision) -> Precision:
     return dataclasses.replace(precision, **narrow)
 
 
-def _planned(config: DoctorConfig, precision: Precision) -> PlanConfig:
+def planned(config: DoctorConfig, precision: Precision) -> PlanConfig:
     """Returns the config of a run whose largest step has all of the doctor's completions."""
     tree = {
-        "precision": str(precision),
         "run_dir": config.out,
         "model": config.model.model_dump(),
         "data": {"max_prompt_tokens": config.longest_sequence - config.sampling.max_tokens},
@@ -96,4 +95,5 @@ def _planned(config: DoctorConfig, precision: Precision) -> PlanConfig:
         },
         "mesh": config.mesh.model_dump(),
     }
-    return toml_file.validate(PlanConfig, tree)
+    # Later, because no sampler is compiled that could refuse the policy.
+    return toml_file.validate(PlanConfig, tree).model_copy(update={"precision": precision})
