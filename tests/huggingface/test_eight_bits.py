@@ -57,9 +57,15 @@ def test_int8_holds_integers_and_their_factors(tmp_path):
         huggingface.load(tmp_path / "int8", dtype=None)  # for vLLM, not for a learner
 
 
-def test_what_has_no_files_is_refused(tmp_path):
-    params = tiny.params(config=tiny.MOE)
-    with pytest.raises(ValueError, match="blocks=int8 is for decoders without experts"):
-        huggingface.save(tmp_path, params, tiny.MOE, dtype=BF16, blocks="int8")
+@pytest.mark.parametrize("config", [tiny.MOE, tiny.DEEPSEEK, tiny.QWEN3_5])
+def test_what_has_no_files_is_refused(tmp_path, config):
+    """Before a tensor is read or written."""
+    message = f"latent attention and the delta rule, and {config.model_type} has some of them"
+    with pytest.raises(ValueError, match=message):
+        huggingface.save(tmp_path, {}, config, dtype=BF16, blocks="int8")
+    assert not [*tmp_path.glob("*.safetensors")]
+
+
+def test_other_kinds_have_no_files():
     with pytest.raises(ValueError, match="blocks=rows has no files; use one of e4m3, int8"):
         eight_bits.matrices(spec.flatten(param_specs(tiny.CONFIG)), blocks="rows")
