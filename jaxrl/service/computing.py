@@ -1,11 +1,13 @@
 """Uploaded losses on the devices: the model's programs are those of every other request."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.service.pool import Pool, Scored
+from jaxrl.service.requests import Limits, decode
 from jaxrl.service.state import Store
 from jaxrl.service.uploaded.graph import Graph, read_graph
 from jaxrl.service.uploaded.program import Outcome, evaluate
@@ -21,14 +23,14 @@ def compute(pool: Pool, requests: Sequence[tuple[str, Batch]]) -> list[Scored | 
     goes back as weights. A request whose derivative is not finite is refused, and adds nothing,
     unless it asks for the forward pass alone.
     """
-    if requests[0][1].graph is None:
+    if requests[0][1].own is None:
         return list(pool.compute(requests))
     scored = pool.compute([(name, _weighted(batch, None)) for name, batch in requests])
     found: list[Scored | RefusedError] = []
     backward = []
     for (name, batch), one in zip(requests, scored, strict=True):
-        assert batch.graph is not None
-        outcome = evaluate(batch.graph, one.logprobs, [datum.arrays for datum in batch.data])
+        assert batch.own is not None
+        outcome = evaluate(batch.own, one.logprobs, [datum.arrays for datum in batch.data])
         wrong = [i for i, slope in enumerate(outcome.slopes) if not np.isfinite(slope).all()]
         if wrong and not batch.forward_only:
             text = f"datum {wrong[0]}: the derivative of the loss by the log-probs is not finite"
@@ -48,6 +50,19 @@ def find_graph(store: Store, loss: str) -> Graph:
     if row is None:
         raise RefusedError(f"there is no loss {loss!r}; create it with create_custom_loss")
     return read_graph(row["body"])
+
+
+def prepare_again(store: Store, model: str, limits: Limits) -> None:
+    """Compiles the programs of uploaded losses that a model's replay needs after a restart, so that
+    the thread of the devices finds them. The replay reports what cannot be read."""
+    rows = store.all(
+        "SELECT body FROM requests WHERE target = ? AND kind = 'compute' AND status = 'done' "
+        "AND body IS NOT NULL",
+        model,
+    )
+    for row in rows:
+        with contextlib.suppress(ValueError):
+            decode("compute", row["body"], limits)
 
 
 def _weighted(batch: Batch, slopes: Sequence[np.ndarray] | None) -> Batch:

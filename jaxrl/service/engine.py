@@ -13,7 +13,7 @@ from typing import Any
 from tinker import types
 
 from jaxrl.service import answers, files
-from jaxrl.service.computing import compute, find_graph
+from jaxrl.service.computing import compute, find_graph, prepare_again
 from jaxrl.service.files import Files
 from jaxrl.service.history import History
 from jaxrl.service.pool import Base, Kind, Pool, Tenant
@@ -102,9 +102,9 @@ class Engine:
         """Prepares the queue for a model's requests."""
         if self.queue.known(model):
             return
-        rows = self.store.all(
-            "SELECT seq FROM requests WHERE target = ? AND status != 'queued'", model
-        )
+        prepare_again(self.store, model, self.limits)
+        query = "SELECT seq FROM requests WHERE target = ? AND status != 'queued'"
+        rows = self.store.all(query, model)
         self.queue.open(model, passed={row["seq"] for row in rows})
 
     def listen(self, request: str, call: Callable[[], Any]) -> None:

@@ -149,7 +149,7 @@ class Gateway:
 
     async def _turn(self, session: Recorded, asked: TurnRequest, *, owner: str) -> TurnAnswer:
         engine = self._service.engine
-        weights = self._weights(asked.model, owner)
+        weights = await run_in_threadpool(self._weights, asked.model, owner)
         step = await run_in_threadpool(session.conversations.ask, asked)
         after = len(session.turns) - 1 if step.after is None else step.after
         read = np.asarray(step.observation, np.int32)

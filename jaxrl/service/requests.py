@@ -12,7 +12,6 @@ from tinker.proto import tinker_public_pb2 as proto
 from jaxrl.service.sampling import BASE, Request
 from jaxrl.service.scoring import Asked
 from jaxrl.service.uploaded.graph import Graph
-from jaxrl.service.uploaded.program import prepare
 from jaxrl.service.wire import MOST_TARGETS, RefusedError, check_tokens, dense, read_batch
 
 TRAINING = ("create", "load", "compute", "step", "save", "publish")
@@ -38,8 +37,7 @@ class Limits(NamedTuple):
 
 
 def decode(kind: str, body: bytes, limits: Limits) -> Any:
-    """Reads the body of a request and checks it. The program of an uploaded loss is compiled, so
-    that the thread of the devices does not wait for it.
+    """Reads the body of a request and checks it.
 
     Returns:
       "compute": a `wire.Batch`; "step": AdamW's settings by name; "sample": a `sampling.Request`
@@ -49,11 +47,7 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
       ValueError: for a request that cannot be served; the message names the part.
     """
     if kind == "compute":
-        batch = read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
-        if batch.graph is not None:
-            counts = [len(one.tokens) for one in batch.data]
-            prepare(batch.graph, counts, targets=batch.data[0].targets.shape[1])
-        return batch
+        return read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
     content = json.loads(body)
     if kind == "step":
         return _read_step(types.OptimStepRequest.model_validate(content))

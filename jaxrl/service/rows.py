@@ -8,6 +8,8 @@ import numpy as np
 from jaxrl.service.sizes import power_of_two
 from jaxrl.service.wire import Datum
 
+_CHEAP = 512  # tokens of padding that cost less than a program more, which reads all weights
+
 
 class Place(NamedTuple):
     """The place of a datum in a batch."""
@@ -40,8 +42,9 @@ def parts(
 ) -> Iterator[Part]:
     """Packs data into rows and rows into batches.
 
-    Sizes are powers of two, rows times `unit`, so that few programs are compiled. A datum is never
-    cut, and only rounding depends on its neighbours.
+    Sizes are powers of two, rows times `unit`, so that few programs are compiled. They are rounded
+    up where that adds little padding; otherwise down, and the rest comes in the next batch. A datum
+    is never cut, and only rounding depends on its neighbours.
 
     Args:
       requests: the data of each; all have the same arrays and number of targets per token.
@@ -54,18 +57,28 @@ def parts(
     rows = _rows(requests, tenants, capacity=length - 1)
     most = 1 << (max(1, tokens // length // unit).bit_length() - 1)  # units, of all tenants
     while rows:
-        chosen = list(rows)[:most]
-        units = power_of_two(-(-max(len(rows[tenant]) for tenant in chosen) // unit))
-        shape = (power_of_two(len(chosen)), units * unit)
-        while shape[0] * shape[1] > most * unit and shape[1] > unit:
-            shape = (shape[0], shape[1] // 2)
-        taken = {tenant: rows[tenant][: shape[1]] for tenant in chosen}
-        yield _part(requests, taken, shape=(*shape, length))
+        sizes = {
+            tenant: _size(-(-len(own) // unit), most=most, tokens=unit * length * len(rows))
+            for tenant, own in rows.items()
+        }
+        units = max(sizes.values())
+        chosen = [tenant for tenant, size in sizes.items() if size == units]
+        count = _size(len(chosen), most=most // units, tokens=units * unit * length)
+        taken = {tenant: rows[tenant][: units * unit] for tenant in chosen[:count]}
+        yield _part(requests, taken, shape=(count, units * unit, length))
         rows = {
             tenant: left
             for tenant, of_tenant in rows.items()
             if (left := of_tenant[len(taken.get(tenant, ())) :])
         }
+
+
+def _size(count: int, *, most: int, tokens: int) -> int:
+    """Rounds a count of something with so many tokens to a power of two of at most `most`."""
+    up = power_of_two(count)
+    padding = up - count
+    little = padding <= up // 8 or padding * tokens <= _CHEAP
+    return min(up if little else up // 2, most)
 
 
 Row = list[tuple[int, int]]  # (request, index) of each datum

@@ -12,6 +12,7 @@ from jaxrl.core import nearest
 from jaxrl.losses import recipes
 from jaxrl.service.losses import LOSSES, NOT_HERE, OURS, Loss, find, named
 from jaxrl.service.uploaded.graph import Graph
+from jaxrl.service.uploaded.program import Prepared, prepare
 
 
 class RefusedError(ValueError):
@@ -37,12 +38,12 @@ class Datum:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The data of a forward or forward_backward request. `graph` is the loss, if uploaded."""
+    """The data of a forward or forward_backward request. `own` is the loss, if uploaded."""
 
     data: Sequence[Datum]
     loss: str
     forward_only: bool
-    graph: Graph | None = None
+    own: Prepared | None = None
 
 
 MOST_TARGETS = 1 << 26  # of a sparse array, which may claim any shape
@@ -58,9 +59,11 @@ def read_batch(
     max_positions: int,
     uploaded: Callable[[str], Graph],
 ) -> Batch:
-    """Decodes and checks a request.
+    """Decodes and checks a request. The programs of an uploaded loss are compiled, so that the
+    thread of the devices does not wait for them.
 
     Raises:
+      ValueError: for an uploaded loss that takes too much memory with these data.
       RefusedError: for a loss that the service does not have, a setting or an array that the loss
         does not read, one that is missing, or a datum of a wrong shape, dtype or length.
     """
@@ -88,7 +91,11 @@ def read_batch(
             data.append(found)
         except RefusedError as error:
             raise RefusedError(f"datum {index}: {error}") from None
-    return Batch(data, name, message.forward_only, graph)
+    own = None
+    if graph is not None:
+        counts = [len(one.tokens) for one in data]
+        own = prepare(graph, counts, targets=data[0].targets.shape[1])
+    return Batch(data, name, message.forward_only, own)
 
 
 def _uploaded_id(message: proto.ForwardBackwardRequest) -> str:

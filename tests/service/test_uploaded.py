@@ -1,7 +1,9 @@
 """Uploaded losses equal the traced function under torch, in values and derivatives."""
 
+import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+from tinker.proto import tinker_public_pb2 as proto
 
+from jaxrl.service.computing import find_graph, prepare_again
+from jaxrl.service.requests import Limits, decode
+from jaxrl.service.state import Store
+from jaxrl.service.uploaded import program
 from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
 from jaxrl.service.uploaded.operations import OPERATIONS
 from jaxrl.service.uploaded.program import check, evaluate, prepare
@@ -108,7 +115,8 @@ def compare(function: Callable[..., Any], ranks: dict[str, Any], data: Any) -> N
     graph = read_graph(body)
     check(graph)
     logprobs = [one["logprobs"].reshape(len(one["logprobs"]), -1) for one in data]
-    found = evaluate(graph, logprobs, data)
+    counts, targets = [len(one) for one in logprobs], logprobs[0].shape[1]
+    found = evaluate(prepare(graph, counts, targets=targets), logprobs, data)
     for place, one in enumerate(data):
         given = [torch.tensor(one[name].astype(np.float64)) for name in ranks]
         given[0].requires_grad_()
@@ -197,13 +205,68 @@ def test_several_targets_per_token() -> None:
         prepare(read_graph(body_of(loss, ranks)[0]), [5], targets=1)
     with pytest.raises(ValueError, match=r"GiB for one datum; 1 is allowed"):
         prepare(read_graph(body_of(loss, ranks)[0]), [30000], targets=1000)
-    with pytest.raises(ValueError, match=r"4096 data of up to 30000 tokens .* several requests"):
-        prepare(read_graph(body_of(loss, ranks)[0]), [2] * 4095 + [30000], targets=4)
 
     def pairs(logprobs):
         return (logprobs[:, :, None] - logprobs[:, None]).square().sum(), {}
 
     refused("a table of targets by targets", body_of(pairs, {"logprobs": 2})[0])
+
+
+def test_data_of_any_lengths_are_as_each_alone_in_programs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss(logprobs, advantages):
+        return (logprobs.exp() * advantages).sum() / logprobs.shape[0], {}
+
+    graph = read_graph(body_of(loss, {"logprobs": 1, "advantages": 1})[0])
+    monkeypatch.setattr(program, "_MOST_FLOATS", 2**13)  # four data of 512 tokens
+    rng = np.random.default_rng(0)
+    counts = [5, 300, 64, 400, 2, 290, 310, 70, 500, 512]
+    logprobs = [-rng.uniform(0.2, 1.5, (count, 1)).astype(np.float32) for count in counts]
+    arrays = [{"advantages": rng.normal(0, 1, n).astype(np.float32)} for n in counts]
+    prepared = prepare(graph, counts, targets=1)
+    singles = [prepare(graph, [count], targets=1) for count in counts]
+    assert all(part.rows * part.length * 3 <= 2**13 for part in prepared.parts)
+    monkeypatch.setattr(program, "_compiled", pytest.fail)  # whatever other requests need by now
+    together = evaluate(prepared, logprobs, arrays)
+    for place, alone in enumerate(singles):
+        expected = evaluate(alone, logprobs[place : place + 1], arrays[place : place + 1])
+        np.testing.assert_array_equal(together.losses[place], expected.losses[0])
+        np.testing.assert_array_equal(together.slopes[place], expected.slopes[0])
+
+
+def test_a_restarted_service_compiles_before_it_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(logprobs):
+        return -logprobs.sum(), {}
+
+    body, _ = body_of(loss, {"logprobs": 1})
+    store = Store(tmp_path / "state.sqlite")
+    row = {"target": "s", "seq": 0, "owner": "o", "created": 0.0}
+    store.insert("requests", id="session:loss:0", kind="loss", status="done", body=body, **row)
+    request = proto.ForwardBackwardRequest(model_id="session:train:0", loss_fn="custom")
+    request.loss_fn_config_v2["loss_id"].text = "session:loss:0"
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.full(9, 5, np.int32).tobytes()
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.dense = proto.DTYPE_INT64, np.full(9, 6).tobytes()
+    targets.shape.append(9)
+    row["target"] = "session:train:0"
+    store.insert(
+        "requests",
+        id="session:train:0:1",
+        kind="compute",
+        status="done",
+        body=request.SerializeToString(),
+        **row,
+    )
+    limits = Limits(64, 64, functools.partial(find_graph, store))
+    prepare_again(store, "session:train:0", limits)
+    monkeypatch.setattr(program, "jit_forward", pytest.fail)
+    batch = decode("compute", request.SerializeToString(), limits)
+    assert evaluate(batch.own, [np.full((9, 1), -2.0, np.float32)], [{}]).losses == 18
+    store.close()
 
 
 def refused(match: str, body: bytes | str) -> None:

@@ -31,6 +31,25 @@ class Outcome(NamedTuple):
     metrics: dict[str, np.ndarray]
 
 
+class _Part(NamedTuple):
+    """Data that one call computes."""
+
+    places: tuple[int, ...]
+    rows: int
+    length: int
+    program: Any
+
+
+class Prepared(NamedTuple):
+    """An uploaded loss with the programs of a request's data, those of similar lengths together.
+
+    A request holds its own, so that no program is compiled again while it waits for its turn.
+    """
+
+    graph: Graph
+    parts: Sequence[_Part]
+
+
 def check(graph: Graph) -> None:
     """Computes the shapes of a loss and of its derivative.
 
@@ -40,56 +59,68 @@ def check(graph: Graph) -> None:
     jax.eval_shape(functools.partial(_each, graph=graph), _shapes(graph, 1, 8, _TRIAL_TARGETS))
 
 
-def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Any:
-    """Compiles the program for data of so many tokens, with `targets` per token.
+def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Prepared:
+    """Compiles the programs for data of so many tokens, with `targets` per token.
 
     Raises:
-      ValueError: for a loss that does not fit so many targets, or takes too much memory with them
-        or with so many data.
+      ValueError: for a loss that does not fit so many targets, or takes too much memory with them.
     """
-    length = power_of_two(max(max(counts), 64))
-    if (size := length * targets * len(graph.nodes)) > _MOST_FLOATS:
+    if (size := _padded(max(counts)) * targets * len(graph.nodes)) > _MOST_FLOATS:
         raise ValueError(
             f"{max(counts)} tokens with {targets} targets each and {len(graph.nodes)} nodes of the "
             f"uploaded loss may take {size / 2**28:.1f} GiB for one datum; 1 is allowed: give "
             "fewer targets"
         )
-    rows = power_of_two(len(counts))
-    if (size := rows * length * targets * (len(graph.inputs) + 1)) > _MOST_FLOATS:
-        raise ValueError(
-            f"{len(counts)} data of up to {max(counts)} tokens with {targets} targets each take "
-            f"{size / 2**28:.1f} GiB side by side; 1 is allowed: give them in several requests, "
-            "those of similar lengths together"
-        )
-    return _compiled(graph, rows, length, targets)
+    alike: dict[int, list[int]] = {}
+    for place, count in enumerate(counts):
+        alike.setdefault(_padded(count), []).append(place)
+    parts = []
+    for length, places in sorted(alike.items()):
+        most = max(1, _MOST_FLOATS // (length * targets * (len(graph.inputs) + 1)))
+        rows = min(power_of_two(len(places)), 1 << (most.bit_length() - 1))
+        program = _compiled(graph, rows, length, targets)
+        for begin in range(0, len(places), rows):
+            parts.append(_Part(tuple(places[begin : begin + rows]), rows, length, program))
+    return Prepared(graph, parts)
 
 
 def evaluate(
-    graph: Graph, logprobs: Sequence[np.ndarray], arrays: Sequence[Mapping[str, np.ndarray]]
+    prepared: Prepared, logprobs: Sequence[np.ndarray], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> Outcome:
     """Computes the losses of data.
 
     Args:
-      graph: the loss.
+      prepared: the loss, for the data's lengths.
       logprobs: of the targets, f32[N, K] for each datum.
       arrays: the loss's other inputs, f32 of their ranks, for each datum.
     """
-    counts = [len(one) for one in logprobs]
-    program = prepare(graph, counts, targets=logprobs[0].shape[1])
-    count = np.zeros(power_of_two(len(counts)), np.int32)
-    count[: len(counts)] = counts
-    length = power_of_two(max(max(counts), 64))
-    first = [one if graph.inputs[0][1] == 2 else one[:, 0] for one in logprobs]
+    inputs, size = prepared.graph.inputs, len(logprobs)
+    first = [one if inputs[0][1] == 2 else one[:, 0] for one in logprobs]
     given = [{**more, "logprobs": own} for more, own in zip(arrays, first, strict=True)]
-    stacked = {name: _stacked([x[name] for x in given], length) for name, _ in graph.inputs}
-    losses, slopes, metrics = jax.device_get(program(stacked, count))
-    found = [slopes[i, :size].reshape(logprobs[i].shape) for i, size in enumerate(counts)]
-    size = len(counts)
-    return Outcome(losses[:size], found, {name: x[:size] for name, x in metrics.items()})
+    found, metrics = np.zeros(size, np.float32), dict[str, np.ndarray]()
+    slopes = [np.zeros(0, np.float32)] * size
+    for places, rows, length, program in prepared.parts:
+        shape = rows, length
+        own = {name: _stacked([given[i][name] for i in places], shape=shape) for name, _ in inputs}
+        counts = np.zeros(rows, np.int32)
+        counts[: len(places)] = [len(logprobs[i]) for i in places]
+        losses, derivatives, more = jax.device_get(program(own, counts))
+        for row, place in enumerate(places):
+            found[place] = losses[row]
+            mine = derivatives[row, : counts[row]]
+            slopes[place] = mine.reshape(logprobs[place].shape)
+            for name, values in more.items():
+                metrics.setdefault(name, np.zeros(size, np.float32))[place] = values[row]
+    return Outcome(found, slopes, metrics)
 
 
-def _stacked(values: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _padded(count: int) -> int:
+    return power_of_two(max(count, 64))
+
+
+def _stacked(values: Sequence[np.ndarray], *, shape: tuple[int, int]) -> np.ndarray:
     """Stacks arrays of data, whose last token is repeated up to the length."""
+    rows, length = shape
 
     def padded(one: np.ndarray) -> np.ndarray:
         if not one.ndim:
@@ -97,8 +128,8 @@ def _stacked(values: Sequence[np.ndarray], length: int) -> np.ndarray:
         width = [(0, length - len(one))] + [(0, 0)] * (one.ndim - 1)
         return np.pad(one, width, mode="edge")
 
-    rows = [padded(one.astype(np.float32)) for one in values]
-    return np.stack(rows + [rows[0]] * (power_of_two(len(rows)) - len(rows)))
+    found = [padded(one.astype(np.float32)) for one in values]
+    return np.stack(found + [found[0]] * (rows - len(found)))
 
 
 def _shapes(graph: Graph, rows: int, length: int, targets: int) -> Any:
