@@ -8,7 +8,9 @@ async function renew() {
   // Not while the reader drags a slider or searches.
   if (document.querySelector("input:active, input[type='search']:focus")) return void setTimeout(renew, EVERY);
   try {
-    const answer = await fetch(`data?since=${encodeURIComponent(version)}`);
+    // A relative address is refused where the page's own has a key in it, http://any:KEY@host.
+    const data = location.origin + location.pathname.replace(/[^/]*$/, "data");
+    const answer = await fetch(`${data}?since=${encodeURIComponent(version)}`);
     if (answer.status === 200) {
       const found = await answer.json(), named = (runs) => JSON.stringify(runs.map((run) => run.name));
       if (named(found.runs) !== named(RUNS)) return void location.reload(); // a service has a new run
