@@ -13,7 +13,7 @@ import secrets
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         raise ModuleNotFoundError(
             f"{error.name} is not installed; pip install 'jaxrl[tinker]'"
         ) from None
+    check_alone(os.environ)
     state = Path(config.state_dir)
     state.mkdir(parents=True, exist_ok=True)
     keys = find_keys(config.host, state)
@@ -77,6 +78,21 @@ def _serve(app: Any, *, host: str, port: int, ready: str) -> None:
     )
     with contextlib.suppress(KeyboardInterrupt):
         Server(settings).run()
+
+
+def check_alone(environment: Mapping[str, str]) -> None:
+    """Refuses to start where several processes were to share a model: each would be a server, with
+    models of its own.
+
+    Raises:
+      ValueError: if a variable of jax, Slurm or Open MPI says so.
+    """
+    for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if environment.get(name, "1") != "1":
+            raise ValueError(
+                f"{name} = {environment[name]!r}: jaxrl tinker is one process and its mesh the "
+                "devices of one host; start it once, with this variable unset or 1"
+            )
 
 
 def find_keys(host: str, state: Path) -> list[str]:

@@ -4,7 +4,9 @@ A request is written before it is acknowledged, and its answer before a client c
 on disk is a snapshot and the requests since, which are computed again after a restart.
 """
 
+import fcntl
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -37,8 +39,20 @@ class Store:
     """The tables, in one SQLite file. Any thread may call it; each call is one transaction."""
 
     def __init__(self, file: Path) -> None:
-        """Opens the file, which is created if it does not exist."""
-        self._lock = threading.Lock()
+        """Opens the file, which is created if it does not exist.
+
+        Raises:
+          ValueError: if another process has opened a file in the same directory.
+        """
+        self._lock, self._alone = threading.Lock(), os.open(file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(self._alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._alone)
+            raise ValueError(
+                f"state_dir = {str(file.parent)!r} belongs to a server that runs; end that one, or "
+                "choose another directory"
+            ) from None
         self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -48,6 +62,7 @@ class Store:
         """Closes the file."""
         with self._lock:
             self._db.close()
+            os.close(self._alone)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -1,14 +1,15 @@
-"""The order of work, and the keys of a service."""
+"""The order of work, and the keys and the state of a service."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrl.commands.tinker import KEY, find_keys
+from jaxrl.commands.tinker import KEY, check_alone, find_keys
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import Work
 from jaxrl.service.sampling import Request
+from jaxrl.service.state import Store
 from jaxrl.service.wire import Batch, Datum
 
 DATUM = Datum(np.zeros(2, np.int32), np.zeros((2, 1), np.int32), {}, True)
@@ -93,3 +94,14 @@ def test_a_key_is_made_once_for_its_user_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(KEY, "secret")
     with pytest.raises(ValueError, match="tml-"):
         find_keys("127.0.0.1", tmp_path)
+
+
+def test_a_state_has_one_server_and_a_server_one_process(tmp_path: Path):
+    first = Store(tmp_path / "state.sqlite")
+    with pytest.raises(ValueError, match="belongs to a server that runs"):
+        Store(tmp_path / "state.sqlite")
+    first.close()
+    Store(tmp_path / "state.sqlite").close()
+    check_alone({"JAX_NUM_PROCESSES": "1"})
+    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS = '4': jaxrl tinker is one process"):
+        check_alone({"SLURM_STEP_NUM_TASKS": "4"})
