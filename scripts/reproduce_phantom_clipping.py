@@ -56,6 +56,8 @@ def main() -> None:
 def show(directory: Path) -> None:
     """Writes tables and plots of all finished runs."""
     results = {s: found for s in SAMPLERS if (found := phantom.found_rows(directory, sampler=s))}
+    if not results:
+        raise SystemExit(f"{directory} has no finished runs; leave out --samplers to train them")
     for sampler, rows in results.items():
         text = f"{sampler}, {grid.minutes(rows):.0f} minutes\n\n{phantom.table(rows)}"
         (directory / f"{sampler}.md").write_text(text)
@@ -66,7 +68,8 @@ def show(directory: Path) -> None:
         s: {precision: rows[name] for precision, name in precisions.items() if name in rows}
         for s, rows in results.items()
     }
-    pictures.phantom_betas(directory / "phantom_betas.png", betas)
+    if any(betas.values()):
+        pictures.phantom_betas(directory / "phantom_betas.png", betas)
 
 
 if __name__ == "__main__":

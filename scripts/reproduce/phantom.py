@@ -147,7 +147,8 @@ def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[Starting
 
 def found_rows(directory: Path, *, sampler: str) -> dict[str, list[Entries]]:
     """Reads the finished runs of every row, sorted by seed."""
-    return found(directory / sampler, {row: row_dir(Path(), row, seed="*").name for row in ROWS})
+    patterns = {row: row_dir(Path(), row, seed="[0-9]*").name for row in ROWS}
+    return found(directory / sampler, patterns)
 
 
 def steps_to_near(entries: Entries) -> float:
