@@ -4,8 +4,9 @@
     python scripts/reproduce_fp16.py --quick    two minutes; checks the direction only
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
-use --parts sanity. Three parts run only if they are named: families, the sanity test for other
-models; gaps, the deployment gap of every preset; and served, the gap of a vLLM server.
+use --parts sanity. The other parts run only if they are named: families, the sanity test for other
+models; served_families, the same with vLLM servers; gaps, the deployment gap of every preset; and
+served, the gap of a vLLM server.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from experiments.runs import plain_parser
 from reproduce import families, gaps, grid, offline, phantom, pictures, sanity
 
-PARTS = ["offline", "sanity", "families", "gaps", "served"]
+PARTS = ["offline", "sanity", *families.PARTS, "gaps", "served"]
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         return
     directory = arguments.directory.absolute()
     grid.set_up(directory)
-    if arguments.parts != ["families"]:
+    if set(arguments.parts) - set(families.PARTS):
         sanity.write_material(directory)
     if "offline" in arguments.parts:
         compare(directory)
@@ -43,10 +44,11 @@ def main() -> None:
         print(gaps.table(gaps.compared(directory, seed=arguments.seeds[0])))
     if "served" in arguments.parts:
         print(gaps.table(gaps.served(directory, seed=arguments.seeds[0])))
-    if "families" in arguments.parts:
-        for seed in arguments.seeds:
-            for case in families.CELLS:
-                families.run_cell(directory / "families", case, seed=seed)
+    samplers = [sampler for part, sampler in families.PARTS.items() if part in arguments.parts]
+    for seed in arguments.seeds:
+        for cell in families.CELLS:
+            if cell[1] in samplers:
+                families.run_cell(directory / "families", cell, seed=seed)
     show(directory)
 
 

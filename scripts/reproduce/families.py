@@ -1,4 +1,5 @@
-"""The sanity test for other models: a Llama, a mixture of experts, and adapters."""
+"""The sanity test for other models: a Llama, a mixture of experts, and adapters. The sampler is the
+embedded one or a vLLM server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,33 +35,35 @@ CASES = {
     ),
 }
 PRECISIONS = {"bf16": "bf16_master", "fp16": "fp16_master"}
-Cell = tuple[str, str]  # case, dtype of training and sampler
-CELLS: list[Cell] = [(case, dtype) for case in CASES for dtype in PRECISIONS]
+PARTS = {"families": "embedded", "served_families": "vllm"}  # of the script, with their samplers
+Cell = tuple[str, str, str]  # case, sampler, dtype of training and sampler
+CELLS: list[Cell] = [(c, s, d) for c in CASES for s in PARTS.values() for d in PRECISIONS]
 
 
 def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
     """Trains one run, after its base model."""
-    (name, dtype), case = cell, CASES[cell[0]]
+    (name, sampler, dtype), case = cell, CASES[cell[0]]
     material = directory / _named(name)
     sanity.write_material(material, model=case.model)
     keys = {
         "seed": seed,
-        "run_dir": material / f"{dtype}-{seed}",
+        "run_dir": material / f"{sampler}-{dtype}-{seed}",
         "model.path": material / "base" / "model",
         "data.path": material / "perfectible.jsonl",
         "precision": PRECISIONS[dtype],
+        "sampler.name": sampler,
     }
     trained(sanity.CONFIG, keys | dict(case.keys))
 
 
 def found_cells(directory: Path) -> dict[Cell, list[Entries]]:
     """Reads the finished runs, sorted by seed."""
-    return found(directory, {cell: f"{_named(cell[0])}/{cell[1]}-[0-9]*" for cell in CELLS})
+    return found(directory, {(c, s, d): f"{_named(c)}/{s}-{d}-[0-9]*" for c, s, d in CELLS})
 
 
 def table(results: Mapping[Cell, Sequence[Entries]]) -> str:
     """Formats a line for each cell, over its seeds."""
-    heads = ("model", "training and sampler")
+    heads = ("model", "sampler", "training and sampler")
     return markdown(
         [dict(zip(heads, cell, strict=True)) | sanity.columns(r) for cell, r in results.items()]
     )
