@@ -40,8 +40,14 @@ def as_served(params: Tree, precision: Precision | str) -> Tree:
     """Rounds parameters as a publish does: to `wire`, then to the `sampler`'s dtype, then to the
     `blocks`."""
     precision = Precision.of(precision)
-    # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo.
-    wire = jax.lax.optimization_barrier(cast(params, precision.wire))
+
+    def held(x: jax.Array, wire: jax.Array) -> jax.Array:
+        # The barrier keeps XLA from leaving out a rounding that the second cast seems to undo, and
+        # JAX from returning an array that it was given. It makes a copy, which one cast can spare.
+        once = wire.dtype != x.dtype and precision.sampler == precision.wire
+        return wire if once else jax.lax.optimization_barrier(wire)
+
+    wire = jax.tree.map(held, params, cast(params, precision.wire))
     served = cast(wire, precision.sampler)
     if precision.blocks != "e4m3":
         return served
