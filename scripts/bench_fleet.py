@@ -7,6 +7,7 @@ Workers are simulated: each has 4 groups of 8 completions at once, whose episode
 servers write --rate tokens/s in all. The rest is what a run does with `rollouts.max_staleness = 1`:
 admission, calls, results, rewards' metrics, advantages, packing, metrics of the step. There is no
 model: a step of the learner takes no time. A batch has as many groups as are in flight.
+With --ray the workers are processes of a real Ray on this machine, which play such groups.
 
 --tokenizer DIR decodes completions with a model's tokenizer; metrics of format need the texts.
 """
@@ -25,7 +26,8 @@ import jax
 import numpy as np
 import psutil
 import small_run
-from benchmarks.simulated_workers import VERSION, Field, Pace
+from benchmarks.ray_workers import RayField
+from benchmarks.simulated_workers import VERSION, Field, Pace, play_asleep
 from benchmarks.timing import write
 from experiments.runs import plain_parser
 from transformers import AutoTokenizer
@@ -47,7 +49,6 @@ from jaxrl.training.rollouts.collect import RolloutBatch, step_metrics
 from jaxrl.training.rollouts.generate import RolloutSource
 from jaxrl.training.rollouts.groups import GroupWorkers
 from jaxrl.training.rollouts.outcomes import shaped_outcomes
-from jaxrl.training.rollouts.play import play
 from jaxrl.training.rollouts.stream import Stream
 from jaxrl.training.timing import Numbers, clock
 
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e7, help="tokens/s of all servers")
     parser.add_argument("--tokens", type=int, default=1000, help="mean length of a completion")
     parser.add_argument("--batch", type=int, help="groups of a step; all in flight by default")
+    parser.add_argument("--ray", action="store_true", help="real workers")
     parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
@@ -82,14 +84,15 @@ def measure(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
     if options.tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     pace = Pace(options.environment, options.rate, options.tokens, len(tokenizer))
-    field = Field(pace)
+    field = RayField() if options.ray else Field(pace)
     actors = {str(i): field.actor() for i in range(workers)}
     calls = Workers(lambda: actors, restart=lambda actor: None)
-    source, progress = open_source(config, calls), Progress()
+    source, progress = open_source(config, calls, pace=pace), Progress()
     with Stream(source, progress, interrupt=Interrupt()) as stream:
         # The first steps compile, and fill what is in flight.
         steps(stream, source, progress, tokenizer=tokenizer, seconds=2.5 * options.environment)
         before, sent, received = cpu(), field.sent, field.received
+        stored = field.stored
         found = steps(stream, source, progress, tokenizer=tokenizer, seconds=options.seconds)
         took = found["seconds"]
         used = {name: (end - before[name]) / took for name, end in cpu().items()}
@@ -102,6 +105,7 @@ def measure(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
         "steps": found["steps"],
         "MB/s to workers": (field.received - received) / took / 1e6,
         "MB/s from workers": (field.sent - sent) / took / 1e6,
+        "MB/s through the object store": (field.stored - stored) / took / 1e6,
         "share of time": {name: value / took for name, value in found["parts"].items()},
         "processors": {name: value for name, value in used.items() if value >= 0.005},
         "RSS, MB": psutil.Process().memory_info().rss / 1e6,
@@ -140,7 +144,7 @@ class Sampler(NullSampler):
         self.used = {VERSION: version, "urls": [""]}
 
 
-def open_source(config: Config, workers: Workers) -> RolloutSource:
+def open_source(config: Config, workers: Workers, *, pace: Pace) -> RolloutSource:
     policy = Checkpoint(config.model.path)
     task = load_task(config, policy, splits=("train",))
     sampler: Any = Sampler()
@@ -155,8 +159,8 @@ def open_source(config: Config, workers: Workers) -> RolloutSource:
         note=print,
         workers=GroupWorkers(
             workers,
-            play,
-            setup=pickle.dumps(config),
+            play_asleep,
+            setup=pickle.dumps(pace),
             sampler=sampler,
             weights=task.weights,
             max_requests=config.sampler.max_requests,

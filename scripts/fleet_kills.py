@@ -1,13 +1,14 @@
 """Kills parts of a fleet at random, and compares what it trained with an undisturbed one.
 
-    python scripts/fleet_kills.py runs/fleet_kills [--kills 30] [--steps 20] [--seed 0]
+    python scripts/fleet_kills.py runs/fleet_kills [--kills 30] [--steps 20] [--seed 0] [--servers]
 
 Needs jaxrl[ray], and no model. Ray runs as four nodes on this machine, whose head holds nothing: a
-learner of two hosts and two workers that compute rewards. Each kill hits a worker, a learner host,
-or a whole node but the head, which another one replaces. Each run has to end by itself; then every
-file that does not hold times must be the same, bit for bit: parameters and optimizer state, the
-exported model, metrics, samples. So no group is lost and none is trained on twice. Exits with
-status 1 otherwise.
+learner of two hosts and two workers that compute rewards. With --servers, which needs vLLM and
+jaxrl[store], the workers play whole groups from two vLLM servers. Each kill hits a worker, a
+learner host, a server, or a whole node but the head, which another one replaces. Each run has to
+end by itself; then every file that does not hold times must be the same, bit for bit: parameters
+and optimizer state, the exported model, metrics, samples. So no group is lost and none is trained
+on twice. Exits with status 1 otherwise.
 """
 
 import argparse
@@ -39,6 +40,7 @@ KEYS = {
     "fleet.wait": "120",
     "mesh.fsdp": "2",
 }
+SERVED = {"sampler.name": "vllm", "sampler.timeout": "60", "fleet.servers": "2"}
 PATIENCE = 600.0  # seconds for the rest of a run after its last kill
 
 
@@ -48,8 +50,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--servers", action="store_true")
     options = parser.parse_args()
-    small_run.write_material(options.directory / "material")
+    head = {"head_dim": 32} if options.servers else {}  # vLLM on a CPU has no smaller heads
+    small_run.write_material(options.directory / "material", **head)
     import_ray()
     from ray.cluster_utils import Cluster
 
@@ -58,7 +62,7 @@ def main() -> int:
         for _ in range(NODES):
             cluster.add_node(**NODE)
         os.environ["RAY_ADDRESS"] = cluster.address
-        return loop(options, Killer(cluster, options.seed))
+        return loop(options, Killer(cluster, options.seed, servers=options.servers))
     finally:
         cluster.shutdown()
 
@@ -66,18 +70,20 @@ def main() -> int:
 class Killer:
     """Kills parts of the fleet of a run, by chance."""
 
-    def __init__(self, cluster: Any, seed: int) -> None:
+    def __init__(self, cluster: Any, seed: int, *, servers: bool) -> None:
         self._cluster, self.chance = cluster, random.Random(seed)
+        self._find = {"worker": is_worker, "learner host": is_learner}
+        self._find |= {"server": is_server} if servers else {}
 
     def kill(self) -> str | None:
         """Kills a part; returns its kind, or None if none of the kind drawn runs."""
-        kind = self.chance.choice(["worker", "learner host", "node"])
+        kind = self.chance.choice([*self._find, "node"])
         if kind == "node":
             nodes = [node for node in self._cluster.list_all_nodes() if not node.head]
             self._cluster.remove_node(self.chance.choice(nodes), allow_graceful=False)
             self._cluster.add_node(**NODE)
             return kind
-        found = self._workers() if kind == "worker" else self._learners()
+        found = [process for process, words in processes() if self._find[kind](words)]
         if not found:
             return None
         try:
@@ -86,11 +92,20 @@ class Killer:
             return None
         return kind
 
-    def _workers(self) -> list[psutil.Process]:
-        return [p for p, words in processes() if words[0].startswith("ray::Worker")]
 
-    def _learners(self) -> list[psutil.Process]:
-        return [p for p, words in processes() if "--hosts.process" in words]
+def is_worker(words: Sequence[str]) -> bool:
+    """Tells a worker by its command line."""
+    return words[0].startswith("ray::Worker")
+
+
+def is_learner(words: Sequence[str]) -> bool:
+    """Tells a learner host by its command line."""
+    return "--hosts.process" in words
+
+
+def is_server(words: Sequence[str]) -> bool:
+    """Tells a server of the fleet by its command line, which starts and watches vLLM."""
+    return list(words[1:4]) == ["-m", "jaxrl", "serve"]
 
 
 def processes() -> list[tuple[psutil.Process, list[str]]]:
@@ -127,7 +142,8 @@ def run(options: argparse.Namespace, run_dir: Path, killer: Killer, *, kills: in
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     material, log = options.directory / "material", run_dir.with_suffix(".log")
-    command = small_run.command(material, run_dir, steps=options.steps, further=KEYS)
+    keys = KEYS | (SERVED if options.servers else {})
+    command = small_run.command(material, run_dir, steps=options.steps, further=keys)
     killed = Counter[str]()
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)

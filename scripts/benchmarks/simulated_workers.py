@@ -34,13 +34,13 @@ class Field:
         self._changed, self._number = threading.Condition(), 0
         self._served = 0.0  # when the servers are through with what they have
         self._open = True
-        self.received = self.sent = self.groups = 0  # bytes and groups
+        self.received = self.sent = self.stored = self.groups = 0  # bytes and groups
         self.thread = threading.Thread(target=self._run, name="simulation", daemon=True)
         self.thread.start()
 
     def actor(self) -> Any:
         """Returns a worker, with the methods of an actor of Ray that `Workers` calls."""
-        return _Actor(call=_Method(self._call), awake=_Method(_awake))
+        return Actor(call=Method(self._call), awake=Method(_awake))
 
     def close(self) -> None:
         """Ends the thread; calls get no answers any more."""
@@ -80,6 +80,13 @@ class Field:
             answer.set_result(reply)
 
 
+def play_asleep(setup: bytes, servers: Servers, group: Group) -> Played:
+    """Sleeps as long as a group takes, and makes it up; `setup` is a pickled `Pace`."""
+    pace, random = pickle.loads(setup), np.random.default_rng(group.number)
+    time.sleep(pace.environment * random.uniform(0.5, 1.5))
+    return play(servers, group, pace=pace, random=random)
+
+
 def play(servers: Servers, group: Group, *, pace: Pace, random: np.random.Generator) -> Played:
     """Makes up a group, with rewards of 0 or 1."""
     rollouts = []
@@ -107,15 +114,20 @@ def _awake() -> "Future[bool]":
     return answer
 
 
-class _Actor(NamedTuple):
-    call: "_Method"
-    awake: "_Method"
+class Actor(NamedTuple):
+    """A worker, as `Workers` calls it."""
+
+    call: "Method"
+    awake: "Method"
 
 
-class _Method(NamedTuple):
+class Method(NamedTuple):
+    """A method of a worker."""
+
     function: Callable[..., Future[Any]]
 
     def remote(self, *arguments: Any) -> "_Answer":
+        """Begins a call."""
         return _Answer(self.function(*arguments))
 
 
