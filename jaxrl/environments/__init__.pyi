@@ -7,7 +7,11 @@ from .episodes.base import (
 )
 from .episodes.chat import Chat as Chat
 from .episodes.context import EnvironmentContext as EnvironmentContext
-from .episodes.conversations import Conversations as Conversations, Templates as Templates
+from .episodes.conversations import (
+    Conversations as Conversations,
+    Place as Place,
+    Templates as Templates,
+)
 from .episodes.episode import (
     environment_reward as environment_reward,
     episode_metrics as episode_metrics,

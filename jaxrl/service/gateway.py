@@ -4,7 +4,9 @@ A session, named in the address, records the tokens of its turns as they were sa
 """
 
 import asyncio
+import functools
 import secrets
+import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -18,12 +20,14 @@ from jaxrl.environments import (
     Chat,
     Conversations,
     EpisodeLimits,
+    Place,
     Templates,
     TurnAnswer,
     TurnRefusedError,
     TurnRequest,
 )
 from jaxrl.environments.gateway.server import Ask, gateway_route, read_reward, sent_key, turn_routes
+from jaxrl.sampling import Completion
 from jaxrl.service.routing import MissingError, Service, owned
 from jaxrl.service.sampling import BASE, Request as Drawing
 from jaxrl.service.wire import RefusedError
@@ -56,7 +60,21 @@ class Recorded:
         """Begins without turns."""
         self.conversations, self.turns = conversations, list[Turn]()
         self.reward, self.metrics = 0.0, dict[str, float]()
-        self.lock = asyncio.Lock()  # a turn is asked for and answered before the next
+        self._lock = threading.Lock()
+
+    def place(self, request: TurnRequest) -> tuple[Place, np.ndarray]:
+        """Returns the place of a request's turn, and the tokens before it, i32[N]."""
+        with self._lock:
+            place = self.conversations.place(request)
+            return place, np.concatenate([self.tokens(place.after), place.tokens])
+
+    def add(self, place: Place, sample: Completion) -> TurnAnswer:
+        """Records a turn."""
+        with self._lock:
+            found = self.conversations.answer(place, sample.tokens)
+            read, model = np.asarray(place.tokens, np.int32), place.request.model
+            self.turns.append(Turn(place.after, read, sample.tokens, sample.logprobs, model))
+            return found._replace(truncated=sample.finish_reason == "length")
 
     def chain(self, last: int) -> list[int]:
         """Returns the turns of a sequence, up to one of them."""
@@ -75,9 +93,10 @@ class Recorded:
     def sequences(self) -> list[dict[str, Any]]:
         """Returns every sequence that no turn continues: its tokens, their log-probs, and a mask
         of the sampled ones. Each turn is marked in one sequence, its first."""
-        inner, told = {turn.after for turn in self.turns}, set[int]()
+        turns = list(self.turns)  # others may be added meanwhile
+        inner, told = {turn.after for turn in turns}, set[int]()
         found = []
-        for last in range(len(self.turns)):
+        for last in range(len(turns)):
             if last in inner:
                 continue
             logprobs, mask = list[float](), list[int]()
@@ -125,11 +144,7 @@ class Gateway:
         owner = self._owner(request)
         session = self._session(owner, request.path_params.get("session"))
 
-        async def ask(asked: TurnRequest) -> TurnAnswer:
-            async with session.lock:
-                return await self._turn(session, asked, owner=owner)
-
-        return ask
+        return functools.partial(self._turn, session, owner=owner)
 
     def _session(self, owner: str, name: str | None) -> Recorded:
         """Returns a session, which begins with its first request; without a name, one that nobody
@@ -150,10 +165,7 @@ class Gateway:
     async def _turn(self, session: Recorded, asked: TurnRequest, *, owner: str) -> TurnAnswer:
         engine = self._service.engine
         weights = await run_in_threadpool(self._weights, asked.model, owner)
-        step = await run_in_threadpool(session.conversations.ask, asked)
-        after = len(session.turns) - 1 if step.after is None else step.after
-        read = np.asarray(step.observation, np.int32)
-        tokens = np.concatenate([session.tokens(after), read])
+        place, tokens = await run_in_threadpool(session.place, asked)
         room = self._limits.max_positions - len(tokens)
         if room < 1:
             raise TurnRefusedError(
@@ -178,9 +190,7 @@ class Gateway:
             (sample,) = (await asyncio.wrap_future(engine.draw(drawing))).samples
         except RefusedError as error:
             raise TurnRefusedError("invalid", str(error)) from error
-        found = await run_in_threadpool(session.conversations.answer, sample.tokens)
-        session.turns.append(Turn(after, read, sample.tokens, sample.logprobs, asked.model))
-        return found._replace(truncated=sample.finish_reason == "length")
+        return await run_in_threadpool(session.add, place, sample)
 
     def _weights(self, model: str, owner: str) -> str:
         """Returns the weights of a model's name, as `Engine.with_weights` takes them."""

@@ -1,6 +1,7 @@
 """Official clients of OpenAI and Anthropic talk to a service's weights; their session trains."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import httpx
@@ -9,6 +10,10 @@ import openai
 import pytest
 from tinker import types
 
+from jaxrl.environments import Chat, Conversations, EpisodeLimits, Templates, TurnRequest
+from jaxrl.huggingface import Checkpoint
+from jaxrl.sampling import Completion
+from jaxrl.service.gateway import Recorded
 from tests import tiny
 from tests.service.serving import KEYS, QUIET, Server
 from tests.service.test_client import ADAM
@@ -83,6 +88,52 @@ def test_a_session_is_recorded_as_it_was_sampled(server: Server) -> None:
         mask = np.array(third[-1]["mask"], bool)
         own = np.array(third[-1]["logprobs"])[mask]
         assert np.abs(own - np.array(stale, float)[mask]).max() > 1e-3
+
+
+def test_turns_of_a_session_may_overlap(server: Server) -> None:
+    agent = openai.OpenAI(base_url=f"{server.url}/s/many/v1", api_key=KEYS[0])
+    first = agent.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], max_completion_tokens=4
+    )
+    said = [{"role": "user", "content": "hello"}]
+    said += [{"role": "assistant", "content": first.choices[0].message.content}]
+
+    def ask(text: str) -> str | None:
+        messages: list = [*said, {"role": "user", "content": text}]
+        found = agent.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=6
+        )
+        return found.choices[0].message.content
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(ask, ("one", "two", "three")))
+    sequences = fetch(server, "/s/many").json()["sequences"]
+    texts = [decoded(server, one["tokens"]) for one in sequences]
+    assert len(texts) == 3
+    for text, answer in zip(("one", "two", "three"), answers, strict=True):
+        assert sum(text in whole and (answer or "") in whole for whole in texts) == 1
+    # The turn that they share is marked in one of them.
+    assert sum(sum(one["mask"]) for one in sequences) <= 4 + 3 * 6
+
+
+def decoded(server: Server, tokens: list[int]) -> str:
+    return Checkpoint(server.model).tokenizer.decode(tokens)
+
+
+def test_a_place_that_was_found_earlier_is_answered_later(server: Server) -> None:
+    templates = Templates(Chat(Checkpoint(server.model).tokenizer))
+    limits = EpisodeLimits(2**31, 2**31, 2**31, 0.0, 64)
+    made = Recorded(Conversations(templates, limits))
+    turns = [np.arange(5, 9, dtype=np.int32), np.arange(20, 22, dtype=np.int32)]
+    places = [
+        made.place(TurnRequest("tiny", [{"role": "user", "content": text}]))[0]
+        for text in ("first", "second")
+    ]
+    for place, turn in reversed(list(zip(places, turns, strict=True))):
+        made.add(place, Completion(0, 0, turn, np.zeros(len(turn)), np.zeros(len(turn)), "length"))
+    for sequence, place, turn in zip(made.sequences(), places[::-1], turns[::-1], strict=True):
+        assert sequence["tokens"] == [*place.tokens, *turn]
+        assert sequence["mask"] == [0] * len(place.tokens) + [1] * len(turn)
 
 
 def test_keys_and_names_are_checked(server: Server) -> None:

@@ -42,15 +42,24 @@ class _Turn(NamedTuple):
     length: int  # tokens of its sequence up to its end
 
 
-class _Place(NamedTuple):
-    """A request's place in the tree."""
+class Place(NamedTuple):
+    """The place of a request's turn in the tree.
+
+    Attributes:
+      request: asks for the turn.
+      known: its conversation.
+      after: the turn before it, -1 for none.
+      tokens: i32[N], that the policy reads after that turn.
+      prompt: tokens of the first prompt of its sequence.
+      length: tokens of its sequence before the turn.
+    """
 
     request: TurnRequest
-    known: tuple[Any, ...]  # its conversation
-    after: int  # the turn before it; -1 for none
-    tokens: np.ndarray  # i32[N], that the policy reads after it
-    prompt: int  # as `_Turn`
-    length: int  # tokens of the sequence before the turn
+    known: tuple[Any, ...]
+    after: int
+    tokens: np.ndarray
+    prompt: int
+    length: int
 
 
 class Templates:
@@ -70,16 +79,15 @@ class Templates:
 
 
 class Conversations:
-    """The turns of one episode."""
+    """The turns of one episode. Several may be asked for at once; `answer` numbers them."""
 
     def __init__(self, templates: Templates, limits: EpisodeLimits) -> None:
         """Begins an episode without turns."""
         self._templates, self._chat, self._limits = templates, templates.chat, limits
         self._turns, self._known = list[_Turn](), dict[tuple[Any, ...], int]()
-        self._place: _Place | None = None
 
-    def ask(self, request: TurnRequest) -> Step:
-        """Returns the step that asks the policy for a request's turn, which `answer` then adds.
+    def place(self, request: TurnRequest) -> Place:
+        """Finds the place of a request's turn, which `answer` then adds.
 
         Raises:
           TurnRefusedError: for a conversation that is too long, ends with the policy's own turn or
@@ -96,8 +104,11 @@ class Conversations:
         except ValueError as error:
             raise TurnRefusedError("invalid", str(error)) from error
         self._check_length(place)
-        branches = place.after != len(self._turns) - 1
-        self._place = place
+        return place
+
+    def step(self, place: Place) -> Step:
+        """Returns the step that asks the policy for a turn."""
+        branches, request = place.after != len(self._turns) - 1, place.request
         return Step(
             place.tokens,
             metrics={"branches": float(branches)},
@@ -106,10 +117,8 @@ class Conversations:
             stop=functools.partial(self._end, request.stop) if request.stop else None,
         )
 
-    def answer(self, completion: np.ndarray) -> TurnAnswer:
-        """Adds the policy's turn, i32[C], to the conversation that was asked last, and reads it."""
-        place = self._place
-        assert place is not None
+    def answer(self, place: Place, completion: np.ndarray) -> TurnAnswer:
+        """Adds the policy's turn, i32[C], and reads it."""
         request = place.request
         text, tools = self._chat.decode(completion), self._tools(request)
         calls, end = list[ToolCall](), len(text)
@@ -147,7 +156,7 @@ class Conversations:
             written=len(completion),
         )
 
-    def _find(self, request: TurnRequest, said: tuple[Any, ...]) -> _Place:
+    def _find(self, request: TurnRequest, said: tuple[Any, ...]) -> Place:
         messages = request.messages
         for count in range(len(messages) - 1, 0, -1):
             if messages[count]["role"] == "assistant":
@@ -156,9 +165,9 @@ class Conversations:
             if after is not None:
                 turn = self._turns[after]
                 tokens = self._continued(request, messages[count:], turn)
-                return _Place(request, said, after, tokens, turn.prompt, turn.length + len(tokens))
+                return Place(request, said, after, tokens, turn.prompt, turn.length + len(tokens))
         tokens = self._chat.encode(self._rendered(request))
-        return _Place(request, said, -1, tokens, len(tokens), len(tokens))
+        return Place(request, said, -1, tokens, len(tokens), len(tokens))
 
     def _continued(self, request: TurnRequest, rest: Sequence[Message], turn: _Turn) -> np.ndarray:
         """Renders the messages after a turn, i32[N], the results of its calls in their order."""
@@ -195,7 +204,7 @@ class Conversations:
             return None
         return self._templates.with_tools(json.dumps(request.tools, sort_keys=True))
 
-    def _check_length(self, place: _Place) -> None:
+    def _check_length(self, place: Place) -> None:
         limits, own = self._limits, place.length - place.prompt
         if place.prompt > limits.max_prompt_tokens:
             raise TurnRefusedError(

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.data.prompts import Example
 from jaxrl.environments.episodes.base import EpisodeLimits, Step
-from jaxrl.environments.episodes.conversations import Conversations, Templates
+from jaxrl.environments.episodes.conversations import Conversations, Place, Templates
 from jaxrl.environments.gateway.dialect import TurnRefusedError
 from jaxrl.environments.gateway.session import Session, Waiting
 
@@ -29,7 +29,7 @@ class GatewayEpisode:
         self._conversations = Conversations(templates, limits)
         self._session: Session | None = None
         self._stop: Callable[[], None] | None = None
-        self._waiting: Waiting | None = None
+        self._waiting: tuple[Waiting, Place] | None = None
 
     async def reset(self, example: Example) -> Step:
         """Starts the agent and returns its first request; raises RuntimeError if it has none."""
@@ -44,7 +44,8 @@ class GatewayEpisode:
         """Answers the request with a turn, and returns the next one, or the end of the agent."""
         assert self._session is not None
         assert self._waiting is not None
-        self._waiting.reply(self._conversations.answer(completion))
+        waiting, place = self._waiting
+        waiting.reply(self._conversations.answer(place, completion))
         step = self._next(self._session)
         reward, metrics = self._session.take()
         return step._replace(reward=reward, metrics={**metrics, **step.metrics})
@@ -61,10 +62,10 @@ class GatewayEpisode:
         failed."""
         while (waiting := session.next()) is not None:
             try:
-                step = self._conversations.ask(waiting.request)
+                place = self._conversations.place(waiting.request)
             except TurnRefusedError as refused:
                 waiting.refuse(refused)
                 continue
-            self._waiting = waiting
-            return step
+            self._waiting = waiting, place
+            return self._conversations.step(place)
         return Step(done=True)
