@@ -33,7 +33,7 @@ class Alignment(NamedTuple):
         """Returns the first place for a sequence in a row that is free from `free` on; of several
         rows, if `free` is an array."""
         if self.start == 1 and self.block == ANYWHERE.block:
-            return free  # divisions of all rows, once for each sequence, would take most of the time
+            return free  # divisions of all rows, for each sequence, would take most of the time
         begin = -(-free // self.start) * self.start
         crosses = begin // self.block != (begin + length - 1) // self.block
         return begin + crosses * (-begin % self.block)
