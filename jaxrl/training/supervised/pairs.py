@@ -88,7 +88,7 @@ def fit_pairs(
         pack=pack,
         measure=measured,
         held_out=held_out,
-        eval_every=config.eval.interval(config.train.steps) if data.held_out.pairs else 0,
+        eval_every=config.eval.interval(config.train.steps) if count else 0,
         lengths=array("q", (one.length for one in data.training.pairs)),
         details=[
             *look_notes(setup.checkpoint.tokenizer, [p.chosen for p in data.training.pairs[:1]]),
