@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrl.core.buckets import count_bucket
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -75,7 +77,7 @@ class Hosts:
             return value
         data = pickle.dumps(value) if self.leads else b""
         size = int(multihost_utils.broadcast_one_to_all(np.uint32(len(data))))
-        room = max(_SMALLEST, 1 << (size - 1).bit_length())
+        room = count_bucket(size, multiple=_SMALLEST)
         buffer = np.zeros(room, np.uint8)
         if self.leads:
             buffer[:size] = np.frombuffer(data, np.uint8)
@@ -88,7 +90,7 @@ class Hosts:
             return [value]
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = multihost_utils.process_allgather(np.uint32(data.size))
-        room = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+        room = count_bucket(int(sizes.max()), multiple=_SMALLEST)
         padded = np.pad(data, (0, room - data.size))
         rows = np.asarray(multihost_utils.process_allgather(padded))
         return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]

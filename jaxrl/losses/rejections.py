@@ -19,6 +19,7 @@ from jaxrl.losses import bounds
 from jaxrl.losses.algebra import Weights
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, per_token, sequence_mean, sequence_sum
+from jaxrl.losses.regularizers import k2
 from jaxrl.losses.scores import Scores
 
 
@@ -92,7 +93,7 @@ def k2_within(ratio: Ratio, *, high: float = 0.01) -> Weights:
       [[0. 0.]]
     """
     bounds.positive("k2_within: high", high)
-    return _sequence_within(_k2, ratio, high=high, name="k2")
+    return _sequence_within(k2, ratio, high=high, name="k2")
 
 
 @with_formula
@@ -126,11 +127,7 @@ def k2_sum_within(ratio: Ratio, *, high: float = 2.0) -> Weights:
       [[0. 0.]]
     """
     bounds.positive("k2_sum_within: high", high)
-    return _sequence_within(_k2, ratio, high=high, name="k2_sum", of_sequence=sequence_sum)
-
-
-def _k2(d: jax.Array) -> jax.Array:
-    return d**2 / 2
+    return _sequence_within(k2, ratio, high=high, name="k2_sum", of_sequence=sequence_sum)
 
 
 def _k3(d: jax.Array) -> jax.Array:

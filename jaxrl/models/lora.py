@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct, traverse_util
 from jax import lax
 
+from jaxrl.core.buckets import count_bucket
 from jaxrl.core.precision import PRESETS, DType, Precision
 from jaxrl.models import spec
 from jaxrl.models.products import product
@@ -173,7 +174,7 @@ def joined(several: Sequence[Params]) -> Params:
         return x.shape[1 if path[-1].endswith("_a") else 2]
 
     most = max((rank(path, x) for one in flat for path, x in one.items()), default=1)
-    room = max(16, 1 << (most - 1).bit_length())
+    room = count_bucket(most, multiple=16)
 
     def join(path: tuple[str, ...]) -> jax.Array:
         axis = 1 if path[-1].endswith("_a") else 2

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.core.buckets import count_bucket
 from jaxrl.core.compiled import jit_forward
 from jaxrl.sampling.base import OwnTurn, SamplingParams
 from jaxrl.sampling.embedded.draw_token import DrawSettings, RowSettings
@@ -87,7 +88,7 @@ def _tables(params: Sequence[SamplingParams]) -> np.ndarray:
     """Returns the stop sequences of each turn, i32[N, M, S]."""
     found = [stop_table(one.stop) for one in params]
     longest = max(1, *(table.shape[1] for table in found))  # nothing would match everything
-    count = _power(max(len(table) for table in found))
+    count = count_bucket(max(len(table) for table in found))
     tables = np.full((len(found), count, longest), NEVER, np.int32)
     for mine, one in zip(tables, params, strict=True):
         # A sequence of wildcards in front makes all tables equally wide.
@@ -105,8 +106,8 @@ def _texts(
     if not known:
         return None, None
     each = list(known.values())
-    count = _power(len(each) + 1)  # the last ones never end a completion
-    sizes = [_power(max(one.moves.shape[axis] for one in each)) for axis in (0, 1)]
+    count = count_bucket(len(each) + 1)  # the last ones never end a completion
+    sizes = [count_bucket(max(one.moves.shape[axis] for one in each)) for axis in (0, 1)]
     row_of = np.zeros((count, len(each[0].row_of)), np.int32)
     moves, complete = np.zeros((count, *sizes), np.int32), np.full(count, -1, np.int32)
     for place, one in enumerate(each):
@@ -116,7 +117,3 @@ def _texts(
     place_of = {identity: place for place, identity in enumerate(known)}
     chosen = [place_of.get(id(one.stop_texts), count - 1) for one in params]
     return np.array(chosen, np.int32), (row_of, moves, complete)
-
-
-def _power(count: int) -> int:
-    return 1 << (max(count, 1) - 1).bit_length()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl.core.buckets import count_bucket
 from jaxrl.core.casts import as_served
 from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision, check_products, sampler_precision
@@ -167,7 +168,7 @@ class EmbeddedSampler(Sampler):
         weights, version = self._weights
         count, rank = 0, 0
         if adapters:
-            count = 1 << (len(adapters) - 1).bit_length()
+            count = count_bucket(len(adapters))
             added = Adapted(self._join(adapters, count=count), weights, 1.0)
             weights, rank = declared(added), added.rank // count
         own = OwnTurns(turns, adapters=count, rank=rank)
