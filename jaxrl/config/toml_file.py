@@ -251,12 +251,26 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 def toml_text(value: Any) -> str:
-    """Formats a value for a message, shortened if it is long."""
+    """Formats a value for a message as a file holds it, shortened if it is long."""
     try:
-        text = repr(value)
+        text = _written(value)
     except (ValueError, RecursionError):  # Python writes integers of at most 4,300 digits
         return f"{type(value).__name__} (too long to show)"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _written(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{', '.join(map(_written, value))}]"
+        case dict():
+            members = (f"{key} = {_written(member)}" for key, member in value.items())
+            return f"{{{', '.join(members)}}}"
+    return repr(value)
 
 
 def one_line(text: str | None) -> str:

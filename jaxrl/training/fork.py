@@ -23,6 +23,7 @@ from jaxrl.training.run_directory import (
     changed_keys,
     holds_checkpoints,
     read_config,
+    saved_steps,
 )
 
 # Keys that decide the arrays of a state.
@@ -136,11 +137,10 @@ def find_fork(text: str | None, config: Config | SupervisedConfig) -> Fork | Non
         return None
     chosen = "latest" if step is None else str(step)
     run = copy_of(name, kind=f"fork-{chosen}", want=functools.partial(one_checkpoint, chosen))
-    saved = run / "checkpoints"
-    there = sorted(int(p.name) for p in saved.glob("*") if p.name.isdigit())
+    there = saved_steps(run)
     if not there or step not in (None, *there):
         raise ResumeError(
-            f"--fork {text}: there is no such checkpoint; steps in {saved}: "
+            f"--fork {text}: there is no such checkpoint; steps in {run / 'checkpoints'}: "
             f"{', '.join(map(str, there)) or 'none'}"
         )
     step = there[-1] if step is None else step

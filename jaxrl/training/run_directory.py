@@ -155,10 +155,10 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
       A line about changed keys that affect results by rounding only; None without such keys.
 
     Raises:
-      ResumeError: if the directory holds a run with another config (the message names the keys), or
-        checkpoints whose config cannot be read.
+      ResumeError: if the directory holds a run with another config (the message names the keys) or
+        of more steps, or checkpoints whose config cannot be read.
     """
-    if not holds_checkpoints(directory):
+    if not (steps := saved_steps(directory)):
         return None  # there is nothing to resume
     changed = changed_keys(read_config(directory / "config.toml", type(config)), config)
     if others := [text for key, text in changed.items() if not key.startswith(ORDER)]:
@@ -167,6 +167,11 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
             f"run_dir, with --fork {directory} to go on from its last checkpoint under these keys, "
             "or delete this one to start over"
         )
+    if max(steps) > config.train.steps:
+        raise ResumeError(
+            f"train.steps = {config.train.steps}, and the run in {directory} has done {max(steps)} "
+            "steps; raise it, or write an earlier checkpoint with jaxrl export --step"
+        )
     if changed:
         return f"{'; '.join(changed.values())}: resuming; results stay the same up to rounding"
     return None
@@ -174,8 +179,12 @@ def compare_config(directory: Path, config: Config | SupervisedConfig) -> str | 
 
 def holds_checkpoints(directory: Path) -> bool:
     """Tells if a run directory has something to resume."""
-    saved = directory / "checkpoints"
-    return saved.exists() and any(path.name.isdigit() for path in saved.iterdir())
+    return bool(saved_steps(directory))
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Returns the steps of a run's checkpoints, in order."""
+    return sorted(int(p.name) for p in (directory / "checkpoints").glob("*") if p.name.isdigit())
 
 
 def changed_keys(there: C, here: C) -> dict[str, str]:
@@ -184,7 +193,8 @@ def changed_keys(there: C, here: C) -> dict[str, str]:
     free = _FREE if here.optimizer.schedule != "constant" else (*_FREE, "train.steps")
     old, new = toml_file.flatten(there), toml_file.flatten(here)
     return {
-        key: f"{key} = {old.get(key)!r} there and {new.get(key)!r} here"
+        key: f"{key} = {toml_file.toml_text(old.get(key))} there and "
+        f"{toml_file.toml_text(new.get(key))} here"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and not key.startswith(free)
     }

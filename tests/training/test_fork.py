@@ -71,7 +71,7 @@ def test_fork_without_changes_is_the_run(material, old, tmp_path, capsys):
         == 5
     )
     with pytest.raises(ResumeError, match=r"did not begin as a fork of .*@3; choose another"):
-        fork(material, old, tmp_path / "new", step=3)
+        fork(material, old, tmp_path / "new", step=3, **{"train.steps": "5"})
 
 
 def test_other_learning_rate_differs_from_there_on(material, old, tmp_path, capsys):

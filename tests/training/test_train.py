@@ -277,6 +277,25 @@ def test_without_checkpoints_the_config_may_change(material, tmp_path):
         check_config(tmp_path, config(material, tmp_path))
 
 
+def test_fewer_steps_than_done_are_refused(material, tmp_path):
+    check_config(tmp_path, config(material, tmp_path))
+    (tmp_path / "checkpoints" / "9").mkdir(parents=True)
+    check_config(tmp_path, config(material, tmp_path, **{"train.steps": "9"}))
+    with pytest.raises(ResumeError, match=r"train\.steps = 8, and the run in .* has done 9 steps"):
+        check_config(tmp_path, config(material, tmp_path, **{"train.steps": "8"}))
+
+
+def test_changed_values_are_told_as_the_config_writes_them(material, tmp_path):
+    first = {"reward.path": "fewer_tokens.py:a", "data.system_prompt": "Short.", "loss.kl": "none"}
+    check_config(tmp_path, config(material, tmp_path))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    del first["loss.kl"]
+    with pytest.raises(ResumeError) as error:
+        check_config(tmp_path, config(material, tmp_path, **first))
+    assert "data.system_prompt = none there and 'Short.' here" in str(error.value)
+    assert "there and ['fewer_tokens.py:a'] here" in str(error.value)
+
+
 def test_free_keys_may_change(material, tmp_path):
     assert check_config(tmp_path, config(material, tmp_path)) is None
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
