@@ -103,7 +103,8 @@ def load_prompts(
             examples.append(Example(tokens, {**row.record, **named}, row.record))
     if not examples:
         raise ValueError(
-            f"{where}: no prompt fits; {too_long} have more than {max_tokens} tokens, the limit"
+            f"{where}: no prompt is left; each of the {too_long} has more than "
+            f"data.max_prompt_tokens = {max_tokens} tokens; raise the key or shorten the prompts"
         )
     return Prompts(examples, too_long)
 

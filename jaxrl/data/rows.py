@@ -79,9 +79,11 @@ def named_files(path: str) -> list[Path] | None:
 def read_column(
     record: Mapping[str, Any], key: str, *, where: str, setting: str | None = None
 ) -> Any:
-    """Returns the value of a column; raises ValueError if it is missing. `setting` is the config's
-    key that names the column, for the message."""
-    if record.get(key) is None:
+    """Returns the value of a column; raises ValueError if it is missing or null. `setting` is the
+    config's key that names the column, for the message."""
+    if key in record and record[key] is None:
+        raise ValueError(f"{where}: {key!r} is null; write a value, or remove the row")
+    if key not in record:
         names = ", ".join(map(repr, record))
         remedy = f"; set {setting}" if setting else ""
         raise ValueError(f"{where}: no {key!r}; the columns are {names:.500}{remedy}")

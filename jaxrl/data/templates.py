@@ -68,12 +68,23 @@ class Renderer:
     def __call__(
         self, prompt: RawPrompt, where: str, *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Renders a prompt, with the tools of its row. `where` is the row's place for errors."""
+        """Renders a prompt, with the tools of its row. `where` is the row's place for errors.
+
+        Raises:
+          ValueError: for messages that the template does not show, or that end with the
+            assistant's.
+        """
         if not self._chat:
             return self._text(prompt, where, tools=tools)
         try:
-            tools = self._tools(tools)
-            return self._rendered(self._messages(prompt), tools=tools)[1]
+            tools, messages = self._tools(tools), self._messages(prompt)
+            if messages[-1]["role"] == "assistant":
+                raise ValueError(
+                    f"{self._name(messages, len(messages) - 1)}: a prompt must not end with the "
+                    "assistant's words, because the completion is a new turn; to have them "
+                    "continued, write the whole prompt as a text, with data.template = 'text'"
+                )
+            return self._rendered(messages, tools=tools)[1]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 

@@ -113,7 +113,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path):
     found = prompts(path, max_tokens=30)
     assert len(found.examples) == 1
     assert found.too_long == 1
-    with pytest.raises(ValueError, match="2 have more than 3 tokens"):
+    with pytest.raises(ValueError, match=r"each of the 2 has more than data\.max_.* = 3 "):
         prompts(path, max_tokens=3)
     assert len(prompts(path, limit=1).examples) == 1
 
@@ -155,8 +155,12 @@ def test_the_tokenizer_begins_a_text_unless_a_template_renders_it(
 def test_a_prompt_may_be_messages(tmp_path: Path):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     path = write(tmp_path / "a.jsonl", [{"question": messages, "answer": 1}])
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: message 2 \(assistant\): a prompt must not"):
+        prompts(path)
+    messages.append({"role": "user", "content": "And?"})
+    path = write(tmp_path / "a.jsonl", [{"question": messages, "answer": 1}])
     (example,) = prompts(path).examples
-    assert example["rendered_prompt"] == "<user>Hi<assistant>Hello<assistant>"
+    assert example["rendered_prompt"] == "<user>Hi<assistant>Hello<user>And?<assistant>"
     assert example["prompt"] == example["question"] == messages
     with pytest.raises(ValueError, match=r"a\.jsonl:1: .*needs a chat template"):
         prompts(path, rendering=Rendering(template="text"))
@@ -169,6 +173,7 @@ def test_a_prompt_may_be_messages(tmp_path: Path):
         ("[1]", r"a\.jsonl:2: expected an object"),
         ('{"q": 1}', r"a\.jsonl:2: no 'question'; the columns are 'q'; set data\.prompt_key"),
         ('{"question": 7, "answer": 1}', r"a\.jsonl:2: 'question' is 7, expected a text"),
+        ('{"question": null, "answer": 1}', r"a\.jsonl:2: 'question' is null; write a value"),
         ('{"question": "x"}', r"a\.jsonl:2: no 'answer'; .*; set data\.answer_key, to 'none' if"),
     ],
 )
