@@ -295,5 +295,7 @@ def evaluate(run: Run, progress: Progress, *, params: Any) -> float | None:
         )
     if found.failure is not None:
         run.tracker.note(f"step {step}, held-out prompts: {found.failure}")
+    if step == 0 and found.no_share is not None:
+        run.tracker.note(f"held-out prompts: {found.no_share}")
     progress.accuracy, progress.failed = found.accuracy, found.failed
     return progress.accuracy

@@ -41,6 +41,18 @@ class Evaluation(NamedTuple):
         counted = f"{self.failed} of {self.rewards.size} completions"
         return f"{counted} could not be scored and count as wrong, first: {self.first_failure}"
 
+    @property
+    def no_share(self) -> str | None:
+        """A line if rewards outside of 0 to 1 keep the accuracy from being a share; else None."""
+        beyond = self.rewards[(self.rewards < 0) | (self.rewards > 1)]
+        if not beyond.size:
+            return None
+        return (
+            f"{beyond.size} of {self.rewards.size} rewards are outside of 0 to 1, such as "
+            f"{beyond[0]:.4g}, so the accuracy is a mean and not a share of right completions; "
+            "name a reward of 0 or 1 first in reward.path"
+        )
+
     def checked(self) -> "Evaluation":
         """Returns the same; raises RuntimeError if no completion could be scored."""
         if np.isnan(self.rewards).all():

@@ -85,6 +85,8 @@ def half(completion, example):
 def picky(completion, example):
     if completion == "bad":
         raise KeyError("bad")
+    if completion == "list":
+        return [1.0]
     return None if completion == "none" else float(completion)
 """
 
@@ -100,7 +102,11 @@ def test_failures_are_nan_and_counted(tmp_path):
     assert scored.components["half"].tolist() == [0.5] * 4
     told = f"reward picky failed on completion 'bad': {file}:7 in picky: KeyError: 'bad'"
     assert scored.first_failure == told
-    for text, said in (("none", "it returned None; return a number"), ("inf", "it returned inf")):
+    for text, said in (
+        ("none", "it returned None; return a number"),
+        ("list", "it returned [1.0]; return a number, or mark a function of all completions with"),
+        ("inf", "it returned inf"),
+    ):
         told = score(terms, [text], [{}]).first_failure or ""
         assert told.startswith(f"reward picky failed on completion {text!r}: {file}:5 in picky: ")
         assert f"ValueError: {said}" in told

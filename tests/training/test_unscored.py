@@ -66,6 +66,13 @@ def test_accuracy_of_a_failing_reward_is_that_of_zero(how):
     assert failing.first_failure in str(failing.failure)
 
 
+def test_an_accuracy_that_is_no_share_is_told():
+    assert evaluated(rewarding(lambda: 0.5)).no_share is None
+    told = evaluated(rewarding(lambda: -2.5)).no_share
+    assert told is not None
+    assert told.startswith("13 of 20 rewards are outside of 0 to 1, such as -2.5, ")
+
+
 def test_held_out_prompts_that_all_fail_end_the_run():
     config = run_config("nothing", reward__path="earned", train__group_size=2)
     source = make_source(config, EXAMPLES, sampler=Counting(), reward=lambda *_: raises())

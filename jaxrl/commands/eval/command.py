@@ -101,8 +101,8 @@ def _measure(sets: Sequence[DataSet], given: argparse.Namespace) -> dict[str, An
         for one in sets:
             examples = one.prompts.examples
             measured = evaluate(source, examples, params=params, samples=samples).checked()
-            if measured.failure is not None:
-                note(measured.failure)
+            for remark in filter(None, (measured.failure, measured.no_share)):
+                note(remark)
             found[one.path] = scores.summarize(measured.rewards, examples, by=given.by)
             found[one.path] |= scores.further(measured)
             rows += _rows(one, measured)

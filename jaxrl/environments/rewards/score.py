@@ -198,7 +198,10 @@ def _number(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"it returned {value!r:.80}; return a number") from error
+        remedy = "return a number"
+        if isinstance(value, list | tuple):
+            remedy += ", or mark a function of all completions with jaxrl.environments.batched"
+        raise ValueError(f"it returned {value!r:.80}; {remedy}") from error
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}; return a finite number")
     return number
