@@ -174,7 +174,7 @@ def _asked(config: GenerateConfig, texts: Sequence[str]) -> Iterator[Asked]:
 
     Raises:
       ValueError: for arguments beside data.path, as `read_rows` and `read_prompt`, or for a
-        standard input that is not UTF-8.
+        standard input that is empty or not UTF-8.
     """
     path, key = config.data.path, config.data.prompt_key
     if path is not None:
@@ -190,10 +190,17 @@ def _asked(config: GenerateConfig, texts: Sequence[str]) -> Iterator[Asked]:
 
 
 def _lines() -> list[str]:
+    if sys.stdin.isatty():
+        print("prompts, one a line; Ctrl-D ends them:", file=sys.stderr, flush=True)
     try:
-        return [line.rstrip("\n") for line in sys.stdin]
+        found = [line.rstrip("\n") for line in sys.stdin]
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8: {error}") from None
+    if not found:
+        raise ValueError(
+            "no prompts: give them as arguments, in data.path, or as lines on standard input"
+        )
+    return found
 
 
 def _tokenise(

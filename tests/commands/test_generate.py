@@ -1,5 +1,6 @@
 """`jaxrl generate`: prompts from arguments or data, completions in their order."""
 
+import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,6 +39,12 @@ def test_completions_come_in_the_order_of_prompts(arguments, capsys):
     shown = capsys.readouterr().out.split("\n\n")
     assert all(text.startswith(block) for text, block in zip(shown, blocks, strict=False))
     assert len(shown) == len(blocks) + 1
+
+
+def test_without_prompts_it_ends_with_an_error(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["generate", *arguments]) == 1
+    assert "no prompts: give them as arguments, in data.path, or" in capsys.readouterr().err
 
 
 def test_rows_of_data_are_completed(arguments, tmp_path, capsys):
