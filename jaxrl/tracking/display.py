@@ -20,7 +20,7 @@ DISPLAYED = (
     ("held-out accuracy", "eval/accuracy", "{:.1%}"),
     ("accuracy", "accuracy", "{:.1%}"),
     ("kept", "kept", "{:,.0f}"),
-    ("loss", "loss", "{:.4f}"),
+    ("loss", "loss", "{:z.4f}"),
     ("KL", "kl", "{:.5f}"),
     ("gradient norm", "grad_norm", "{:.3f}"),
     ("completion length", "completion_length", "{:.1f}"),

@@ -30,6 +30,12 @@ def test_the_display_ignores_entries_of_evaluations(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith("step 7/10: reward 0.500, 6:00 left")
 
 
+def test_a_loss_that_rounds_to_zero_has_no_sign(capsys):
+    with display.ProgressDisplay("train", start_step=0, total_steps=1) as shown:
+        shown.update(1, {"loss": -1e-9})
+    assert capsys.readouterr().err == "step 1/1: loss 0.0000\n"
+
+
 def test_time_left_omits_the_first_step(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
