@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
+from jaxrl.core.processor import multiplies_in_tiles
 from jaxrl.models import grouped
 from jaxrl.sharding.gradients import GradientSum
 
@@ -131,7 +132,8 @@ def _row_unit(rows: int, precision: Precision) -> int:
     """Returns the unit to whose multiples a product's rows are padded. XLA on CPU sums a vector's
     product in a different order than a matrix's. A processor that multiplies bf16 in tiles (AMX)
     also has a different order for the last rows, which fill no tile."""
-    if precision.sums == "fixed" and precision.compute == jnp.bfloat16:
+    fixed = precision.sums == "fixed" and precision.compute == jnp.bfloat16
+    if fixed and multiplies_in_tiles():
         return 16
     return 2 if rows == 1 else 1
 
