@@ -58,7 +58,8 @@ def scan_layers(
     Args:
       function: (group, carry, layer's parameters, *its inputs) -> (carry, kept).
       carry: passed from layer to layer, such as the residual stream.
-      params: the decoder's.
+      params: the decoder's. A group's layers are stacked, or a tuple: then each is compiled for
+        itself.
       config: the decoder's.
       inputs: group -> further inputs of its layers, each stacked along the first dimension.
       unroll: True to compile each layer for itself: it takes longer, but no layer's weights are
@@ -78,9 +79,22 @@ def scan_layers(
             return carry, kept
 
         scanned = [(params[group.name], *inputs(group)) for group in groups]
-        carry, kept = lax.scan(body, carry, scanned, unroll=unroll)
+        if isinstance(params[groups[0].name], tuple):
+            carry, kept = _each_layer(body, carry, scanned)
+        else:
+            carry, kept = lax.scan(body, carry, scanned, unroll=unroll)
         found.append(list(zip(groups, kept, strict=True)))
     return carry, found
+
+
+def _each_layer(body: Callable[..., Any], carry: Any, scanned: Sequence[Any]) -> tuple[Any, Any]:
+    """Computes what a scan does where each group's layers are a tuple."""
+    kept = []
+    for i in range(len(scanned[0][0])):
+        own = [(layers[i], *jax.tree.map(lambda x, i=i: x[i], more)) for layers, *more in scanned]
+        carry, one = body(carry, own)
+        kept.append(one)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
 
 
 def in_order(found: Found) -> Any:

@@ -113,9 +113,14 @@ def declared(specs: Any) -> Any:
     trained head replaces the frozen one."""
     if not isinstance(specs, Adapted):
         return specs
+
+    def beside(kept: Any, own: Any) -> Any:
+        if isinstance(own, tuple):  # of layers
+            return tuple(map(beside, kept, own))
+        return {**kept, **own} if isinstance(own, dict) else own
+
     return specs.frozen | {
-        name: {**specs.frozen[name], **own} if isinstance(own, dict) else own
-        for name, own in specs.adapters.items()
+        name: beside(specs.frozen.get(name), own) for name, own in specs.adapters.items()
     }
 
 

@@ -82,10 +82,11 @@ def test_groups_partition_layers_by_kind(windows, ropes, dense):
     assert places == list(range(config.num_layers))
 
 
-def test_layer_order_is_kept():
+@pytest.mark.parametrize("layers", [jnp.array, tuple], ids=["stacked", "apart"])
+def test_layer_order_is_kept(layers):
     config = of_windows(None, 5, None, 5, None, 5, 3, experts=EXPERTS)
     assert [len(scan) for scan in config.scans] == [2, 1]
-    params = {group.name: jnp.array(group.layers) for group in config.groups}
+    params = {group.name: layers(group.layers) for group in config.groups}
     recorded = jnp.arange(config.num_layers)  # experts to replay, one number for each layer
 
     def layer_of(group, count, index, replay):

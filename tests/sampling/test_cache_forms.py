@@ -1,4 +1,4 @@
-"""The cache in the form for TPUs and GPUs, on a CPU."""
+"""The cache in the form for TPUs and GPUs, and the weights in that for GPUs, on a CPU."""
 
 import dataclasses
 
@@ -8,13 +8,15 @@ import pytest
 from jaxrl.core.precision import parse
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams, Turn, TurnCache
+from jaxrl.sampling.embedded import sampler as sampler_module
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from tests import tiny
 
 
-def completions(monkeypatch, *, on_cpu, config, precision):
-    monkeypatch.setattr(DecodeRequest, "on_cpu", on_cpu)
+def completions(monkeypatch, platform, *, config, precision):
+    monkeypatch.setattr(DecodeRequest, "on_cpu", platform == "cpu")
+    monkeypatch.setattr(sampler_module, "wants_unstacked", lambda *_: platform == "gpu")
     params = tiny.params(config=config)
     sampler = EmbeddedSampler(
         decoder(config), params, precision=parse(precision), max_batch=16, record_experts=True
@@ -32,18 +34,18 @@ def completions(monkeypatch, *, on_cpu, config, precision):
 
 
 @pytest.mark.parametrize(
-    ("config", "precision"),
+    ("config", "precision", "platform"),
     [
-        (tiny.MOE, "fp32"),
-        (tiny.MOE, "bf16"),
-        (dataclasses.replace(tiny.DEEPSEEK, max_positions=256), "fp32,latent=sampler"),
+        (tiny.MOE, "fp32", "gpu"),
+        (tiny.MOE, "bf16", "tpu"),
+        (dataclasses.replace(tiny.DEEPSEEK, max_positions=256), "fp32,latent=sampler", "tpu"),
     ],
     ids=["f32", "bf16", "narrow"],
 )
-def test_cache_forms_give_the_same_completions(monkeypatch, config, precision):
+def test_forms_give_the_same_completions(monkeypatch, config, precision, platform):
     settings = {"config": config, "precision": precision}
-    one = completions(monkeypatch, on_cpu=True, **settings)
-    other = completions(monkeypatch, on_cpu=False, **settings)
+    one = completions(monkeypatch, "cpu", **settings)
+    other = completions(monkeypatch, platform, **settings)
     assert len(one) == 26
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)

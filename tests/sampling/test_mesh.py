@@ -7,6 +7,7 @@ import pytest
 from jaxrl.core.precision import PRESETS
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded import sampler as sampler_module
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
@@ -30,11 +31,15 @@ def sampled(config, layout=None):
 
 
 @pytest.mark.parametrize(
-    "config", [tiny.MOE, tiny.GPT_OSS, tiny.NEXT], ids=["moe", "gpt_oss", "next"]
+    ("config", "unstacked"),
+    [(tiny.MOE, False), (tiny.GPT_OSS, True), (tiny.NEXT, False)],
+    ids=["moe", "gpt_oss, as on GPUs", "next"],
 )
-def test_mesh_equals_one_device(config):
+def test_mesh_equals_one_device(monkeypatch, config, unstacked):
     layout = Layout(make_mesh(fsdp=4, tensor=2), RULES["fsdp_tensor"])
-    for one, other in zip(sampled(config), sampled(config, layout), strict=True):
+    alone = sampled(config)
+    monkeypatch.setattr(sampler_module, "wants_unstacked", lambda *_: unstacked)
+    for one, other in zip(alone, sampled(config, layout), strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.experts, other.experts)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -11,6 +11,7 @@ from jaxrl.core import Precision, cast
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import decoder, init, lora
 from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
+from jaxrl.sampling.embedded import sampler as sampler_module
 from jaxrl.service.pool import ALPHA, Base
 from jaxrl.service.sampling import BASE, Answer, Embedded, Request, Samplers
 from jaxrl.sharding import PRESETS, Layout, make_mesh
@@ -90,8 +91,11 @@ def tokenizer(tmp_path_factory):
     return Checkpoint(tiny.write_checkpoint(tmp_path_factory.mktemp("model"))).tokenizer
 
 
-def test_a_request_is_answered_as_by_a_sampler_of_its_own(tokenizer):
-    tenants = Tenants(tokenizer=tokenizer)
+def test_a_request_is_answered_as_by_a_sampler_of_its_own(monkeypatch, tokenizer):
+    """The tenants' sampler holds weights as on a GPU, each one's own as on a CPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler_module, "wants_unstacked", lambda *_: True)
+        tenants = Tenants(tokenizer=tokenizer)
     for one, found in zip(REQUESTS, tenants.together(REQUESTS), strict=True):
         expected = tenants.plain(one, tokenizer)
         assert len(found.samples) == one.count

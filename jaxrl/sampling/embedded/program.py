@@ -19,6 +19,7 @@ from jaxrl.sampling.embedded.decode_steps import (
 from jaxrl.sampling.embedded.draw_token import DrawSettings, draw_settings
 from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.stopping import no_ending
+from jaxrl.sampling.embedded.unstacked import unstack_shapes, wants_unstacked
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import placed
 
@@ -54,6 +55,8 @@ def decode_program(
       record_experts: true to return the experts of each token.
     """
     precision = Precision.of(precision)
+    if wants_unstacked(layout.mesh.devices.flat[0], model.config):
+        params = unstack_shapes(params, model.config)
     settings = draw_settings(sampling, record_kept=True)
     options: Any = {"model": model, "precision": precision, "record_experts": record_experts}
     state = _state(params, settings, (rows, slots), **options)

@@ -29,6 +29,7 @@ from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
 from jaxrl.sampling.embedded.own_turns import OwnTurns
 from jaxrl.sampling.embedded.request import DecodeRequest
+from jaxrl.sampling.embedded.unstacked import unstack, unstack_shardings, wants_unstacked
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.transfer import place
 
@@ -112,6 +113,8 @@ class EmbeddedSampler(Sampler):
             _check_whole(layout, model)
         self._layout = layout
         self._apart = layout is not None and devices.isdisjoint(layout.mesh.devices.flat)
+        own = next(iter(devices)) if layout is None else layout.mesh.devices.flat[0]
+        self._split = model.config if wants_unstacked(own, model.config) else None
         self._precision = precision  # an argument, so that samplers share the compiled program
         self._programs: dict[Any, Any] = {}
         self._last_joined: tuple[Sequence[Params], Params] = (), {}
@@ -126,9 +129,10 @@ class EmbeddedSampler(Sampler):
         """Serves other weights from the next request on.
 
         They are cast to `precision.wire`, then to `precision.sampler`, on their devices. The
-        sampler keeps its own copy, so the learner may donate its arrays.
+        sampler keeps its own copy, so the learner may donate its arrays. On a GPU each layer's are
+        arrays of their own.
         """
-        served = self._serve(params)(params, self._precision)
+        served = self._serve(params)(params, self._precision, self._split)
         if self._apart:
             served = place(served, self._shardings(params))
         self._weights = _Weights(served, version)
@@ -187,9 +191,9 @@ class EmbeddedSampler(Sampler):
         if not same:
             if "join" not in self._programs:
                 own = None if self._layout is None else self._layout.replicated
-                self._programs["join"] = jit(_joined, static_argnums=1, out_shardings=own)
+                self._programs["join"] = jit(_joined, static_argnums=(1, 2), out_shardings=own)
             several = [*adapters, *[{}] * (count - len(adapters))]
-            result = self._programs["join"](several, self._precision)
+            result = self._programs["join"](several, self._precision, self._split)
             self._last_joined = adapters, result
         return result
 
@@ -203,18 +207,22 @@ class EmbeddedSampler(Sampler):
     def transfer_hlo(self, params: Params) -> str:
         """Returns the HLO text of the compiled program that `load` runs: it casts the weights and
         moves them from the learner's layout to the sampler's."""
-        return self._serve(params).lower(params, self._precision).compile().as_text() or ""
+        lowered = self._serve(params).lower(params, self._precision, self._split)
+        return lowered.compile().as_text() or ""
 
     def _serve(self, params: Params) -> Any:
         """Returns the program that casts the weights; adapters beside them need another one."""
         structure = jax.tree.structure(params)
         if structure not in self._programs:
             shardings = None if self._apart else self._shardings(params)
-            self._programs[structure] = jit(as_served, static_argnums=1, out_shardings=shardings)
+            self._programs[structure] = jit(_served, static_argnums=(1, 2), out_shardings=shardings)
         return self._programs[structure]
 
     def _shardings(self, params: Params) -> Any:
-        return None if self._layout is None else self._layout.state(params, self._model.specs)
+        if self._layout is None:
+            return None
+        found = self._layout.state(params, self._model.specs)
+        return found if self._split is None else unstack_shardings(found, self._split)
 
     def close(self) -> None:
         """See `Sampler.close`."""
@@ -242,8 +250,14 @@ class EmbeddedSampler(Sampler):
         )
 
 
-def _joined(several: Sequence[Params], precision: Precision) -> Params:
-    return as_served(joined(several), precision)
+def _served(params: Params, precision: Precision, split: DecoderConfig | None) -> Params:
+    """Casts weights for the sampler, and divides them by layer if `split` is their decoder."""
+    served = as_served(params, precision)
+    return served if split is None else unstack(served, split)
+
+
+def _joined(several: Sequence[Params], precision: Precision, split: DecoderConfig | None) -> Params:
+    return _served(joined(several), precision, split)
 
 
 def _check_whole(layout: Layout, model: Model) -> None:
