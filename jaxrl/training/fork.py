@@ -96,7 +96,7 @@ class Fork(NamedTuple):
         sampled = [key for key in self.changed if not key.startswith(_LEARNER)]
         other_rows = self.has_other(TRAINING)
         if sampled or other_rows:
-            progress.pending, progress.running = [], []
+            progress.pending, progress.replay, progress.running = [], [], []
             # As if an asynchronous run had trained on all, which bounds what it may sample ahead.
             done = progress.step * batch
             progress.counts = {"sampled": done, "trained": done, "stale": 0, "zero_variance": 0}

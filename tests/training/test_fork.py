@@ -182,18 +182,19 @@ def test_rollouts_of_other_keys_are_dropped():
     pending = [r._replace(group=7) for r in tiny.rollouts(4)]
     at = {"step": 3, "position": 40, "running": [8], "coefficients": {"kl": 0.3}}
     counts = {"sampled": 13, "trained": 12, "stale": 0, "zero_variance": 0}
+    kept = {"pending": pending, "replay": pending, "counts": counts}
 
     def adapted(*changed):
-        progress = Progress(pending=pending, counts=counts, **at)
+        progress = Progress(**kept, **at)
         Fork(Path("x"), 3, dict.fromkeys(changed, ""), {}, "x").adapt(progress, batch=2)
         return progress
 
     same = adapted("optimizer.learning_rate", "mesh.data")
-    assert same == Progress(pending=pending, counts=counts, **at)
+    assert same == Progress(**kept, **at)
     other_loss = adapted("loss.kl")
-    assert other_loss == Progress(pending=pending, counts=counts, **at | {"coefficients": {}})
+    assert other_loss == Progress(**kept, **at | {"coefficients": {}})
     buffer = Buffer(batch=2, batches=9, max_staleness=1, counts=Counts(**adapted("seed").counts))
-    assert adapted("seed").pending == adapted("seed").running == []
+    assert adapted("seed").pending == adapted("seed").replay == adapted("seed").running == []
     assert adapted("seed").position == 40
     assert len(buffer.begin(next_number=40, step=3, most=99)) == 2 * 2  # two batches ahead
     assert adapted("data.path").position == 0
