@@ -38,13 +38,22 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "diversity/repetition": float(np.mean([1 - distinct([x[-_TAIL:]]) for x in ids])),
         "groups/sampled": float(len(groups)),
     }
-    logprobs = np.concatenate([r.logprobs for r in rollouts])
+    logprobs = np.concatenate([part for r in rollouts for part in _sampled(r)])
     logprobs = logprobs[~np.isnan(logprobs)]
     if logprobs.size:
         metrics["entropy/sampled"] = float(-logprobs.astype(np.float64).mean())
     rewards = np.array([r.reward for r in rollouts])
     metrics |= quantiles("reward", rewards[~np.isnan(rewards)])
     return metrics | quantiles("completion_length", np.array([len(x) for x in ids]))
+
+
+def _sampled(rollout: Rollout) -> list[np.ndarray]:
+    """Returns the log-probs of the tokens that the policy sampled, f32[N] each, also where they are
+    masked. Those that an environment wrote between turns have 0."""
+    if rollout.episode is None:
+        return [rollout.logprobs]
+    turns = rollout.episode.turns
+    return [np.zeros(0, np.float32), *(rollout.logprobs[begin:end] for begin, end, _ in turns)]
 
 
 def format_marks(texts: Sequence[str]) -> int:

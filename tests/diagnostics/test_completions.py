@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxrl.core.batch import Rollout
+from jaxrl.core.batch import Episode, Rollout
 from jaxrl.diagnostics.completions import completion_metrics, distinct, identical
 
 
@@ -70,3 +70,15 @@ def test_entropy_and_quantiles_ignore_nan():
     assert found["completion_length/max"] == 4
     assert "entropy/sampled" not in completion_metrics([unknown])
     assert "reward/min" not in completion_metrics([unknown])
+
+
+def test_entropy_is_of_sampled_tokens_alone():
+    """The output of a tool between two turns has no log-prob; a masked turn was sampled too."""
+    logprobs = np.array([-1, 0, 0, 0, -2, -3], np.float32)
+    episode = Episode(((0, 1, 0.0), (4, 6, 0.0)), "done", {})
+    played = rollout(range(6))._replace(logprobs=logprobs, episode=episode)
+    for mask in (logprobs < 0, np.zeros(6, bool)):
+        found = completion_metrics([played._replace(action_mask=mask)])
+        assert found["entropy/sampled"] == 2.0
+    failed = rollout([])._replace(episode=Episode((), "error", {}))
+    assert "entropy/sampled" not in completion_metrics([failed])
