@@ -194,19 +194,22 @@ def unknown_key(schema: type[Section], name: str) -> str:
     the one that replaces an argument of TRL."""
     if not name.isprintable():
         return f"{toml_text(name)}: there is no such key; --help all lists them"
-    names = list(keys(schema))
+    names, given = list(keys(schema)), name
+    name = name.replace("-", "_")
     renamed = trl.rename(name, known=names, open_tables=open_tables(schema))
     if renamed is not None:
-        return f"{name}: there is no such key; {renamed}"
+        return f"{given}: there is no such key; {renamed}"
     section, _, leaf = name.rpartition(".")
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
     inside = nearest(leaf, [n[len(section) + 1 :] for n in names if n.startswith(f"{section}.")])
     if section and inside:
         near = f"{section}.{inside}"
+    elif (path := f"{name}.path") in names:
+        near = path
     else:
-        near = same_leaf[0] if same_leaf else nearest(name, names, cutoff=0.4)
+        near = same_leaf[0] if same_leaf else nearest(name, names)
     hint = f"did you mean {near}?" if near else "--help all lists them"
-    return f"{name}: there is no such key; {hint}"
+    return f"{given}: there is no such key; {hint}"
 
 
 def _explain(schema: type[Section], error: dict[str, Any], tree: Mapping[str, Any]) -> list[str]:

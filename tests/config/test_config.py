@@ -275,6 +275,10 @@ def test_precision_is_an_object_with_its_text():
     ("override", "message"),
     [
         (("train.step", "3"), "did you mean train.steps?"),
+        (("learning-rate", "3"), "learning-rate: there is no such key; did you mean optimizer.l"),
+        (("lr-scheduler-type", "x"), "TRL's lr_scheduler_type is optimizer.schedule here"),
+        (("model", "x"), "did you mean model.path?"),
+        (("epochs", "3"), "epochs: there is no such key; --help all lists them"),
         (("train.steps", "x y"), "train.steps = 'x y' is not a value"),
         (("train", "3"), "train: there is no such key"),
         (("seed", "3\nx = 1"), "seed = '3\\nx = 1' is not a value"),
