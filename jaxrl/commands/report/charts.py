@@ -84,9 +84,9 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
             "completions that could not be scored: ignored in training, wrong when held out",
             {
                 "reward/failed": "failed",
-                "completions": "all",
-                "eval/failed": "held-out, failed",
-                "eval/completions": "held-out, all",
+                "completions": "completions",
+                "eval/failed": "held-out failed",
+                "eval/completions": "held-out completions",
             },
         ),
         Chart(
@@ -98,7 +98,7 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
         Chart(
             "Zero-variance groups",
             "all completions of a prompt earned the same reward",
-            {"groups/zero_std": "zero variance", "groups/sampled": "all groups"},
+            {"groups/zero_std": "zero variance", "groups/sampled": "groups"},
             unless="groups/right",
         ),
         Chart("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
@@ -114,7 +114,11 @@ _GROUPS: Mapping[str, Sequence[Chart]] = {
     "Policy": (
         Chart("KL to the reference", "nats per token", {"kl/reference": "KL"}),
         Chart("Entropy", "nats per token, over sampled tokens", {"entropy/sampled": "entropy"}),
-        Chart("Clipping by side", "share of tokens", {"clip/low": "below", "clip/high": "above"}),
+        Chart(
+            "Clipping by side",
+            "share of tokens",
+            {"clip/low": "clipped below", "clip/high": "clipped above"},
+        ),
         Chart(
             "Variety",
             "distinct 3-grams across prompts, identical completions, repetition within one",
