@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face checkpoint directories, and the tokens that end a completion."""
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,11 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+# What transformers says of files as their authors published them; it reads them right.
+_OF_PUBLISHED_FILES = {
+    "transformers.models.auto.tokenization_auto": "`tokenizer_class` is",
+    "transformers.tokenization_utils_tokenizers": "Ignoring clean_up_tokenization_spaces=True",
+}
 _OBJECTS = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 
 
@@ -44,6 +50,8 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # takes seconds to import, and only text needs it
 
+    for name in _OF_PUBLISHED_FILES:
+        logging.getLogger(name).addFilter(_concerns_the_user)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         vocabulary = tokenizer.get_vocab()
@@ -74,6 +82,10 @@ def load_tokenizer(directory: Path, *, vocab_size: int) -> Any:
             f"vocab_size={vocab_size} in config.json; remove the token or resize the embeddings"
         )
     return tokenizer
+
+
+def _concerns_the_user(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_PUBLISHED_FILES[record.name])
 
 
 def _check_template(path: Path, template: Any) -> None:

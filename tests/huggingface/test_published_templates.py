@@ -2,12 +2,14 @@
 in docs/text.md, and the ids that jaxrl makes of prompts and of supervised rows."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from jaxrl import huggingface
 from jaxrl.builders.prompts import sampling_params
@@ -19,6 +21,7 @@ from jaxrl.data.ends import end_note, turn_end
 from jaxrl.data.pairs import PairColumns, read_pairs
 from jaxrl.data.prompts import Rendering, load_prompts, start_tokens
 from jaxrl.data.rows import read_rows
+from jaxrl.huggingface.tokenizer import load_tokenizer
 from jaxrl.training.supervised import sft
 from tests import published
 
@@ -166,6 +169,17 @@ def test_the_end_of_a_turn_is_the_templates_not_the_tokenizers(name, eos, tmp_pa
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> huggingface.Checkpoint:
     return huggingface.Checkpoint(published.checkpoint("llama3", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
+def test_published_files_are_read_without_advice(name, monkeypatch):
+    told = list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    transformers_logging.warning_once.cache_clear()
+    load_tokenizer(published.directory(name), vocab_size=200_000)
+    assert told == []
 
 
 def test_sampling_stops_at_the_end_of_a_turn(llama):
