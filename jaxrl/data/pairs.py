@@ -82,8 +82,8 @@ def read_pairs(
             pairs.append(pair)
     if not pairs:
         raise ValueError(
-            f"{where}: no pair fits; {too_long} have more than {max_tokens} tokens, their prompt "
-            "counted twice; raise train.row_length"
+            f"{where}: no pair is left; each of the {too_long} has more than {max_tokens} tokens, "
+            "its prompt counted twice; raise train.row_length"
         )
     return Pairs(pairs, too_long)
 
@@ -125,7 +125,8 @@ def _prompt(
                 "before the completion; name the column of the prompt"
             )
         return before
-    prompt = read_prompt(record, columns.prompt, where=where, setting="data.prompt_key")
+    setting = "data.prompt_key, to 'none' if the completions are conversations with the prompt"
+    prompt = read_prompt(record, columns.prompt, where=where, setting=setting)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if before not in ([], messages):
         raise ValueError(

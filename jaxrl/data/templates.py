@@ -169,6 +169,10 @@ class Renderer:
         if isinstance(prompt, str):
             user = self._rendering.prompt_format.replace("{prompt}", prompt)
             return [*messages, {"role": "user", "content": user}]
+        if messages and prompt[0]["role"] == "system":
+            raise ValueError(
+                "the row begins with a system message, and data.system_prompt is set; remove one"
+            )
         return [*messages, *prompt]
 
     def _tools(self, own: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -127,6 +127,9 @@ def test_rendering_applies_template_and_format(tmp_path: Path):
     rendering = Rendering(system_prompt="Be brief.", prompt_format="Q: {prompt}\n{x}")
     assert text(rendering) == "<system>Be brief.<user>Q: How many?\n{x}<assistant>"
     assert text(Rendering(template="text", prompt_format="Q: {prompt}")) == "Q: How many?"
+    own = {"question": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: the row begins with a system message, and"):
+        prompts(write(tmp_path / "b.jsonl", [own | {"answer": 1}]), rendering=rendering)
     bare = Letters(chat_template=None)
     assert text(Rendering(), tokenizer=bare) == "How many?"
     with pytest.raises(ValueError, match="has no chat template"):

@@ -186,7 +186,7 @@ def test_pairs_from_parquet_with_margins(model, tokenizer, material, tmp_path):
             {"data.margin_key": "m"},
             "'m' is 'much', expected a number",
         ),
-        ({"prompt": "c" * 40, "chosen": "a", "rejected": "b"}, {}, "1 have more than 56 tokens"),
+        ({"prompt": "c" * 40, "chosen": "a", "rejected": "b"}, {}, "the 1 has more than 56 tokens"),
     ],
 )
 def test_malformed_pairs_are_named(row, keys, message, model, tokenizer, material):

@@ -77,7 +77,7 @@ def test_texts_tokenize_to_prompt_completion_and_end(material):
     assert tokenizer.decode(first.completion) == row["completion"] + "<|end|>"
     short = sft.load_texts(config(material, "x").data, tokenizer, max_tokens=first.length)
     assert len(short.sequences) + short.too_long == 64
-    with pytest.raises(ValueError, match="64 have more than 4 tokens"):
+    with pytest.raises(ValueError, match="each of the 64 has more than 4 tokens"):
         sft.load_texts(config(material, "x").data, tokenizer, max_tokens=4)
 
 
@@ -119,6 +119,8 @@ def test_conversations_are_learnt_turn_by_turn(material, tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"chats\.jsonl:1: '\w+' {message}"):
             load(row, **keys)
+    with pytest.raises(ValueError, match=r"no 'prompt'; .*'none' and data\.completion_key if"):
+        load({"messages": messages})
 
 
 def test_loss_is_completion_cross_entropy(material):

@@ -38,6 +38,11 @@ from jaxrl.training.supervised.fit import (
     too_long_note,
 )
 
+_PROMPT = (
+    "data.prompt_key, or data.prompt_key = 'none' and data.completion_key if a column holds whole "
+    "conversations, or data.text_key if one holds whole texts"
+)
+
 
 class Texts(NamedTuple):
     """Tokenised texts."""
@@ -103,7 +108,7 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             return [("", read_text(record, config.text_key, where=where, setting="data.text_key"))]
         before = None
         if config.prompt_key is not None:
-            before = read_prompt(record, config.prompt_key, where=where, setting="data.prompt_key")
+            before = read_prompt(record, config.prompt_key, where=where, setting=_PROMPT)
         given = read_prompt(
             record, config.completion_key, where=where, setting="data.completion_key"
         )
@@ -134,7 +139,8 @@ def load_texts(config: SFTDataConfig, tokenizer: Tokenizer, *, max_tokens: int) 
             short.append(one)
     if not short:
         raise ValueError(
-            f"{config.path}: no text fits; {too_long} have more than {max_tokens} tokens"
+            f"{config.path}: no text is left; each of the {too_long} has more than {max_tokens} "
+            "tokens; raise train.row_length"
         )
     return Texts(short, too_long)
 
