@@ -54,6 +54,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
             f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
             f"= {config.process}: {error} Give all three, or 'auto' where jax detects the cluster"
         ) from error
+    _keep_order()
     try:
         yield
     except ReportedError:
@@ -65,6 +66,14 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
+
+
+def _keep_order() -> None:
+    """Compiles every program anew on CPUs: XLA loses the order of collectives in one that it reads
+    back, and processes then wait for each other in different ones (docs/internals/xla.md).
+    PJRT_NPROC, with a thread for each collective that may wait, keeps the cache."""
+    if jax.default_backend() == "cpu" and "PJRT_NPROC" not in os.environ:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

@@ -1,5 +1,6 @@
 """What is refused before a process looks for others; test_hosts.py has several."""
 
+import jax
 import pytest
 
 from jaxrl.config.hosts import HostsConfig
@@ -48,3 +49,19 @@ def test_slurm_task_without_coordinator_is_warned(monkeypatch, capsys):
     with joined(HostsConfig()):
         pass
     assert "one of 4 Slurm tasks and trains alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("threads", "kept"), [(None, False), ("64", True)])
+def test_processes_on_cpus_compile_every_program_anew(monkeypatch, threads, kept):
+    """A program from the cache has lost the order of its collectives."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **keys: None)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("PJRT_NPROC", threads)
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        with joined(HostsConfig(coordinator="host0:9911", processes=2, process=0)):
+            assert jax.config.jax_enable_compilation_cache == kept
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
