@@ -7,11 +7,17 @@ import os
 import signal
 import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxrl.fleet.engine import import_ray
+from jaxrl.fleet.placement import Slot
+from jaxrl.fleet.signals import Signals
+
+_PAUSE = 2.0  # seconds in which Ray may notice that a node is dead
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # Variables of the command's shell that mean the same on every host. Others belong to a host.
 _SHARED = ("JAX", "XLA_", "LIBTPU_", "NCCL_", "HF_", "VLLM_", "WANDB_", "AWS_", "AZURE_", "GOOGLE_")
@@ -37,6 +43,41 @@ def shared_variables() -> dict[str, str]:
         for name, value in os.environ.items()
         if (name.startswith(_SHARED) or name in _ALSO) and name not in _NOT
     }
+
+
+def placed(
+    slots: Sequence[Slot], *arguments: Any, seconds: float, signals: Signals
+) -> list[tuple[Any, Place]] | None:
+    """Starts a `Child` of these arguments in each slot; returns the actors with their places, or
+    None if that takes too long.
+
+    Ray may still start an actor on a node that has just died; such a one is started again.
+
+    Raises:
+      InterruptedFleetError: at a signal.
+      Exception: as `Child.place`.
+    """
+    ray, until = import_ray(), time.monotonic() + seconds
+    actors, places = [slot.actor(Child).remote(*arguments) for slot in slots], dict[int, Place]()
+    answers = [actor.place.remote() for actor in actors]
+    try:
+        while signals.wait(answers, seconds=until - time.monotonic()):
+            for i, answer in enumerate(answers):
+                try:
+                    places[i] = Place(*ray.get(answer))
+                except ray.exceptions.RayActorError:
+                    ray.kill(actors[i])
+                    signals.sleep(_PAUSE)
+                    actors[i] = slots[i].actor(Child).remote(*arguments)
+                    answers[i] = actors[i].place.remote()
+            if len(places) == len(slots):
+                found = [(actor, places[i]) for i, actor in enumerate(actors)]
+                actors = []
+                return found
+        return None
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 class Child:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.bridge import given_key
 from jaxrl.config.training import Config
-from jaxrl.fleet.child import Child, Place, shared_variables
+from jaxrl.fleet.child import Place, placed, shared_variables
 from jaxrl.fleet.engine import Cluster, connect, import_ray
 from jaxrl.fleet.events import Events, followed
 from jaxrl.fleet.membership import Membership
@@ -165,15 +165,19 @@ class _Fleet:
 
     def _run_gang(self, variables: Mapping[str, str]) -> _Gang:
         """Starts the learner on all of its hosts, and waits until all have ended."""
-        ray, slots = import_ray(), self._slots[LEARNER]
-        made = [slot.actor(Child).remote(str(self._directory), variables) for slot in slots]
+        c = self._config.fleet
+        found = placed(
+            self._slots[LEARNER],
+            str(self._directory),
+            variables,
+            seconds=c.wait,
+            signals=self._signals,
+        )
+        if found is None:
+            raise UnplacedError(unplaced(requests(c), c))
+        found.sort(key=lambda one: one[1].order)  # the processes of a TPU slice have numbers
+        actors, places = [one[0] for one in found], [one[1] for one in found]
         try:
-            places = [actor.place.remote() for actor in made]
-            if not self._signals.wait(places, seconds=self._config.fleet.wait):
-                raise UnplacedError(unplaced(requests(self._config.fleet), self._config.fleet))
-            found = list(zip(made, (Place(*one) for one in ray.get(places)), strict=True))
-            found.sort(key=lambda one: one[1].order)  # the processes of a TPU slice have numbers
-            actors, places = [one[0] for one in found], [one[1] for one in found]
             route = self._servers.open(places[0], variables=variables, signals=self._signals)
             with (
                 followed(self._logs / "learner-0.log", sys.stderr),
@@ -181,8 +185,8 @@ class _Fleet:
             ):
                 return self._watch(actors, places, [*self._argv, *route])
         finally:
-            for actor in made:
-                ray.kill(actor)
+            for actor in actors:
+                import_ray().kill(actor)
 
     def _watch(self, actors: Sequence[Any], places: Sequence[Place], argv: list[str]) -> _Gang:
         ray, running, ends = import_ray(), dict[Any, int](), dict[int, int | str]()

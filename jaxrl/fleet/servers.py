@@ -10,7 +10,7 @@ from jaxrl.bridge import available
 from jaxrl.config.fleet import read_resources
 from jaxrl.config.training import Config
 from jaxrl.fleet.addresses import Addresses, write_addresses
-from jaxrl.fleet.child import Child, Place
+from jaxrl.fleet.child import Child, Place, placed
 from jaxrl.fleet.engine import free, import_ray
 from jaxrl.fleet.events import Events
 from jaxrl.fleet.placement import Slot
@@ -205,17 +205,20 @@ class Servers:
         server.answer, server.running = server.actor.place.remote(), False
 
     def _place(self, servers: Sequence[Server], signals: Signals) -> None:
-        for server in servers:
-            server.place, server.due = None, None
-            self._create(server)
-        answers = [server.answer for server in servers]
-        if answers and not signals.wait(answers, seconds=self._config.fleet.wait):
+        found = placed(
+            [server.slot for server in servers],
+            str(self._directory),
+            self._variables,
+            seconds=self._config.fleet.wait,
+            signals=signals,
+        )
+        if found is None:
             raise RuntimeError(
                 f"the servers of fleet.servers = {len(self._servers)} could not be started within "
                 f"fleet.wait = {self._config.fleet.wait:g} s; see `ray status`"
             )
-        for server in servers:
-            server.place = Place(*import_ray().get(server.answer))
+        for server, (actor, place) in zip(servers, found, strict=True):
+            server.actor, server.place, server.due, server.running = actor, place, None, False
 
     def _run(self, server: Server) -> None:
         assert server.place is not None

@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from jaxrl.fleet import placement, servers as module
+from jaxrl.fleet import child, placement, servers as module
 from jaxrl.fleet.addresses import read_addresses
-from jaxrl.fleet.child import Child, Place
+from jaxrl.fleet.child import Child, Place, placed
 from jaxrl.fleet.placement import Slot
 from jaxrl.fleet.server import open_requests
 from jaxrl.fleet.wanted import Wanted, ask
@@ -45,7 +45,7 @@ class Actor:
 class Ray:
     """Starts actors, and knows which answers have a result."""
 
-    exceptions = SimpleNamespace(RayError=RuntimeError)
+    exceptions = SimpleNamespace(RayError=RuntimeError, RayActorError=RuntimeError)
 
     def __init__(self):
         self.actors, self.groups = [], []
@@ -73,6 +73,8 @@ class Ray:
         return ready, [one for one in answers if one.result is None]
 
     def get(self, answer):
+        if isinstance(answer.result, Exception):
+            raise answer.result
         return answer.result
 
 
@@ -80,7 +82,7 @@ class Ray:
 def ray(monkeypatch):
     pytest.importorskip("ray")
     ray = Ray()
-    for each in (module, placement):
+    for each in (module, placement, child):
         monkeypatch.setattr(each, "import_ray", lambda: ray)
     monkeypatch.setattr(module, "free", lambda: {"GPU": 1.0})
     monkeypatch.setattr(
@@ -96,6 +98,26 @@ class Signals:
         for one in answers:
             one.result = one.result or True
         return True
+
+    def sleep(self, seconds):
+        pass
+
+
+def test_actor_on_a_node_that_has_just_died_is_started_again(ray):
+    started, start = [], ray._start
+
+    def start_on_nodes(*arguments):
+        started.append(start(*arguments))
+        if len(started) in (2, 3):
+            died = SimpleNamespace(result=RuntimeError("its node has died"))
+            started[-1].place = SimpleNamespace(remote=lambda: died)
+        return started[-1]
+
+    ray._start = start_on_nodes
+    slots = [Slot(mock.MagicMock(), i, {"CPU": 1.0}) for i in range(2)]
+    found = placed(slots, "directory", {}, seconds=60, signals=Signals())
+    assert [actor for actor, _ in found] == ray.actors == [started[0], started[3]]
+    assert [place.port for _, place in found] == [started[0].port, started[3].port]
 
 
 def test_servers_are_added_ready_and_removed_idle(ray, tmp_path, monkeypatch):
