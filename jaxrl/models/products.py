@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
-from jaxrl.core.processor import multiplies_in_tiles
+from jaxrl.core.processor import may_multiply_bf16
 from jaxrl.models import grouped
 from jaxrl.sharding.gradients import GradientSum
 
@@ -133,7 +133,7 @@ def _row_unit(rows: int, precision: Precision) -> int:
     product in a different order than a matrix's. A processor that multiplies bf16 in tiles (AMX)
     also has a different order for the last rows, which fill no tile."""
     fixed = precision.sums == "fixed" and precision.compute == jnp.bfloat16
-    if fixed and multiplies_in_tiles():
+    if fixed and may_multiply_bf16():
         return 16
     return 2 if rows == 1 else 1
 
