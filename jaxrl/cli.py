@@ -1,6 +1,7 @@
 """The `jaxrl` command."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -67,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get("JAXRL_TRACEBACK"):
             raise
-        print(f"jaxrl {name}: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+            text = f"{error.strerror}; make room where it writes"
+        print(f"jaxrl {name}: {text}", file=sys.stderr)
         return 1
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
 from jaxrl.models.spec import ParamSpec
@@ -37,6 +38,15 @@ T = TypeVar("T", bound=Table)
 
 class _Index(Table):
     weight_map: dict[str, str]
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file; raises OSError if it cannot be written, as on a full disk."""
+    try:
+        # transformers rejects files without this metadata.
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def excerpt(value: Any) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import save_file
 
 from jaxrl.core.precision import DType
 from jaxrl.huggingface.files import (
@@ -16,6 +15,7 @@ from jaxrl.huggingface.files import (
     read_parameter,
     refuse_pickles,
     write_json,
+    write_tensors,
 )
 from jaxrl.models import spec
 from jaxrl.models.lora import Adapted
@@ -55,7 +55,7 @@ def save_adapter(
         value = np.asarray(given[path]).astype(dtype)
         parts = value if one.stacked else [value]
         tensors |= {n: np.ascontiguousarray(x) for n, x in zip(one.hf_names(), parts, strict=True)}
-    save_file(tensors, directory / _TENSORS, metadata={"format": "pt"})
+    write_tensors(directory / _TENSORS, tensors)
     alpha, whole = specs.alpha, _whole_modules(specs)
     content = _PLAIN | {
         "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import save_file
 
 from jaxrl.core.casts import dtype_of
 from jaxrl.core.precision import DType
 from jaxrl.huggingface import eight_bits
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.huggingface.config import convert
-from jaxrl.huggingface.files import INDEX, SINGLE, write_json
+from jaxrl.huggingface.files import INDEX, SINGLE, write_json, write_tensors
 from jaxrl.huggingface.tokenizer import copy_tokenizer, write_end_ids
 from jaxrl.huggingface.unused import unused_tensors, with_unused
 from jaxrl.models import spec
@@ -143,8 +142,7 @@ def _write_shards(
     for i, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         content = dict(next(tensors) for _ in names)
-        # transformers rejects files without this metadata.
-        save_file(content, directory / file, metadata={"format": "pt"})
+        write_tensors(directory / file, content)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) == 1:
         return {SINGLE}

@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from jaxrl import cli, huggingface
 from jaxrl.core.precision import PRESETS
 from jaxrl.huggingface import peft
+from jaxrl.huggingface.files import write_tensors
 from jaxrl.models import lora, spec
 from jaxrl.models.parameters import param_specs
 from jaxrl.models.rope import Llama3Scaling, Rope
@@ -145,3 +146,8 @@ def test_mutated_adapter_is_read_or_named(data, sources, command, tmp_path, monk
     )
     monkeypatch.setattr(cli, "load_command", lambda name: train)
     check(command("train"), directory, command="train")
+
+
+def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path):
+    with pytest.raises(OSError, match=r"a/b\.safetensors cannot be written: .*No such file"):
+        write_tensors(tmp_path / "a" / "b.safetensors", {})

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,12 @@ def test_runs_get_the_shortest_distinct_names(tmp_path):
     assert names([a]) == ["run"]
     assert names([a, b]) == ["x/run", "y/run"]
     assert names([a, a]) == [f"{a} (1)", f"{a} (2)"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_under_the_page_is_told(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    assert main(["report", str(tmp_path), "--out", "/dev/full"]) == 1
+    told = capsys.readouterr().err
+    assert told == "jaxrl report: No space left on device; make room where it writes\n"
