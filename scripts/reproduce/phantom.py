@@ -37,6 +37,7 @@ CENTRED = "score centering, r = 1"
 GATED = "gated steps, clip off"
 EXACT_BLOCKS = "bf16_master,blocks=e4m3,sums=fixed, clipped"
 BLOCKS = "bf16_master,blocks=e4m3, clipped"
+INTEGERS = [f"{name},blocks=int8" for name in ("fp32", "bf16_master", "fp16_master")]
 ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
     FAILURE: {},
     CONTROL: {"precision": "fp32"},
@@ -67,14 +68,17 @@ ROWS: dict[str, dict[str, str]] = {  # keys that differ from the config file
     },
     EXACT_BLOCKS: {"precision": "bf16_master,blocks=e4m3,sums=fixed"},
     BLOCKS: {"precision": "bf16_master,blocks=e4m3"},
+    **{f"{p}, clipped": {"precision": p} for p in INTEGERS},
 }
 EIGHT_BITS = (CENTRED, GATED, EXACT_BLOCKS, BLOCKS)  # rows for the coarser sampler alone
+SERVED_INTEGERS = [f"{precision}, clipped" for precision in INTEGERS]
 # A coarser sampler: weights rounded to 8 bits, as in engines with quantised weights.
 COARSE = {"precision": "phantom,wire=f8_e4m3"}
 SAMPLERS = {
-    "vllm": [row for row in ROWS if row not in EIGHT_BITS],
-    "embedded": [row for row in ROWS if row not in EIGHT_BITS],
+    "vllm": [row for row in ROWS if row not in (*EIGHT_BITS, *SERVED_INTEGERS)],
+    "embedded": [row for row in ROWS if row not in (*EIGHT_BITS, *SERVED_INTEGERS)],
     "fp8": [row for row in ROWS if row in EIGHT_BITS or "precision" not in ROWS[row]],
+    "int8": SERVED_INTEGERS,  # vLLM in the same 8 bits as the learner
 }
 MATCHED = {"bf16_master": "bf16_master, clipped", "fp16_master": "fp16_master, clipped"}
 NEAR = 0.1  # of the first rollout's length counts as within 10 % of the optimum
@@ -116,30 +120,34 @@ def run_row(material: Path, row: str, *, run_dir: Path, seed: int, more: Mapping
 
 
 def train_rows(directory: Path, *, sampler: str, seeds: Sequence[int]) -> None:
-    """Trains a sampler's missing runs, row by row. vLLM has a server for each dtype, started by the
-    first row that needs it."""
-    urls: dict[np.dtype, str] = {}
+    """Trains a sampler's missing runs, row by row. vLLM has a server for each dtype and form of
+    operands, started by the first row that needs it."""
+    urls: dict[tuple[np.dtype, str], str] = {}
     with ExitStack() as servers:
         for row, seed in ((row, seed) for row in SAMPLERS[sampler] for seed in seeds):
             run_dir = row_dir(directory / sampler, row, seed=seed)
             if finished(run_dir):
                 continue
             more = COARSE if sampler == "fp8" else {}
-            if sampler == "vllm":
-                dtype = Precision.parse(ROWS[row].get("precision", "phantom")).sampler
-                if dtype not in urls:
-                    starting = servers.enter_context(_server(directory, dtype))
-                    urls[dtype] = starting.wait().url
-                more = {"sampler.name": "vllm", "sampler.url": urls[dtype]}
+            if sampler in ("vllm", "int8"):
+                precision = Precision.parse(ROWS[row].get("precision", "phantom"))
+                served = precision.sampler, precision.blocks
+                if served not in urls:
+                    starting = servers.enter_context(_server(directory, *served))
+                    urls[served] = starting.wait().url
+                more = {"sampler.name": "vllm", "sampler.url": urls[served]}
             run_row(directory, row, run_dir=run_dir, seed=seed, more=more)
 
 
-def _server(directory: Path, dtype: np.dtype) -> AbstractContextManager[StartingServer]:
+def _server(
+    directory: Path, dtype: np.dtype, blocks: str
+) -> AbstractContextManager[StartingServer]:
     return starting_server(
         ServerConfig(kv_cache_bytes=64 << 20),
         Checkpoint(directory / "model-0"),
         dtype=dtype,
-        log=directory / f"vllm-{dtype.name}.log",
+        blocks=blocks,
+        log=directory / f"vllm-{dtype.name}-{blocks}.log",
         note=print,
         max_model_len=64,
     )

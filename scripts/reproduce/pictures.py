@@ -39,11 +39,11 @@ def phantom_lengths(
                 continue
             values = -curve(found[row], "reward")
             steps = np.arange(1, values.shape[1] + 1)
-            width = 2.2 if i == 0 else 1.3
+            width, color = 2.2 if i == 0 else 1.3, COLORS[i % len(COLORS)]
             label = f"{row} ({len(values)})"
-            axis.plot(steps, values.mean(axis=0), color=COLORS[i], label=label, linewidth=width)
+            axis.plot(steps, values.mean(axis=0), color=color, label=label, linewidth=width)
             low, high = values.min(axis=0), values.max(axis=0)
-            axis.fill_between(steps, low, high, color=COLORS[i], alpha=0.07, linewidth=0)
+            axis.fill_between(steps, low, high, color=color, alpha=0.07, linewidth=0)
         axis.set_title(f"reward = -length, sampler: {sampler}")
         axis.set_ylabel("mean length of the answers, characters")
         axis.set_xlabel("rollout")
