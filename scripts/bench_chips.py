@@ -47,8 +47,7 @@ def main() -> None:
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     if kept.hlo:
         kept.hlo.write_text(text, encoding="utf-8")
-    rows = step.minibatch.batch.tokens.shape[0]
-    loops = (rows // config.microbatch_rows, step.position_chunks)
+    rows, loops = step.minibatch.batch.tokens.shape[0], step.trips
     of_heads = (
         sizes.num_heads // layout.count("q_heads"),
         sizes.num_kv_heads // layout.count("kv_heads"),

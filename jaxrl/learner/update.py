@@ -110,14 +110,16 @@ def make_update(
             grads, aux = jax.grad(scaled_loss, has_aux=True)(trained, rows)
             return constrain_trained(cast(grads, precision.grads)), aux
 
-        summed = optax.microbatching.microbatch(
-            jax.jit(one, inline=True),  # microbatch calls it twice, jit traces it once
-            argnums=1,
-            microbatch_size=_microbatch_size(minibatch),
-            accumulator=optax.microbatching.AccumulationType.SUM,
-            num_real_microbatches=minibatch.microbatches,
-        )
-        rows = dataclasses.replace(minibatch, microbatches=None)
+        size, rows = _microbatch_size(minibatch), dataclasses.replace(minibatch, microbatches=None)
+        summed: Any = one
+        if size < len(minibatch.batch.tokens):  # one microbatch is a sum already
+            summed = optax.microbatching.microbatch(
+                jax.jit(one, inline=True),  # microbatch calls it twice, jit traces it once
+                argnums=1,
+                microbatch_size=size,
+                accumulator=optax.microbatching.AccumulationType.SUM,
+                num_real_microbatches=minibatch.microbatches,
+            )
         grads, (value, metrics) = summed(lora.trainable(weights), rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         if lora.computes_merged(precision):

@@ -75,7 +75,7 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
         return "products in windowed einsums" if windowed else "products of the layers"
     if windowed:
         return "windowed einsums besides products"
-    if re.search(r"_apply|optax|optimizer| jit\(\w+\)/(?!.*while)", source):
+    if re.search(r"_apply|optax|optimizer| jit\(\w+\)/(?!.*(while|jvp))", source):
         return "optimizer"  # and the metrics of the update, which XLA computes in the same pass
     if head:
         return "loss besides products"

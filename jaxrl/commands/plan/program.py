@@ -62,7 +62,6 @@ def compile_step(config: Config, topology: Topology) -> Program:
     """
     step = make_step(config, topology)
     config = step.config
-    microbatches = step.minibatch.batch.tokens.shape[0] // config.microbatch_rows
     resident, decoding = resident_memory(step), None
     if resident.cache is not None:
         decoding = plan_decoding(step, resident.cache)
@@ -71,7 +70,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     built = {
         "step": step,
         "rows": config.microbatch_rows,
-        "microbatches": microbatches,
+        "microbatches": step.microbatches,
         "row_length": config.row_length,
         "resident": resident,
         "decoding": decoding,
@@ -103,9 +102,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         return Program(**built, memory=memory, seconds=seconds, rejected=True)
     seconds = time.perf_counter() - start
     hlo = compiled.as_text() or ""
-    # The numbers of microbatches and of chunks with scored tokens are known only at run time.
-    trips = (microbatches, step.position_chunks)
-    work = tuple(program_work(hlo, trips=trips))
+    work = tuple(program_work(hlo, trips=step.trips))
     kind = topology.name.partition(":")[0]
     kernels = sum(kernel_seconds(one, kind=kind) for one in work) if kind in TPUS else 0.0
     found: Any = compiled.memory_analysis()
@@ -121,7 +118,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         ),
         seconds=seconds,
         hlo_bytes=len(hlo),
-        traffic=collectives(hlo, trips=trips),
+        traffic=collectives(hlo, trips=step.trips),
         work=work,
         kernels=kernels,
     )

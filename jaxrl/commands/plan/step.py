@@ -36,15 +36,23 @@ class PlannedStep(NamedTuple):
     minibatch: Minibatch  # the largest one, shapes with shardings
 
     @property
-    def position_chunks(self) -> int:
-        """Number of chunks in which the head computes a microbatch if all its tokens are scored."""
+    def microbatches(self) -> int:
+        """Number of microbatches of the largest minibatch."""
+        return self.minibatch.batch.tokens.shape[0] // self.config.microbatch_rows
+
+    @property
+    def trips(self) -> tuple[int, ...]:
+        """Iterations of the compiled step's loops that end by their data, from the outside in: over
+        microbatches, if there are several, and over the head's chunks of a microbatch, if all its
+        tokens are scored."""
         config, sizes = self.config, self.model.config
-        return position_chunks(
+        chunks = position_chunks(
             config.microbatch_rows,
             config.row_length,
             vocab_size=sizes.vocab_size,
             division=self.model.rows,
         )
+        return (self.microbatches, chunks) if self.microbatches > 1 else (chunks,)
 
 
 def make_step(config: Config, topology: Topology) -> PlannedStep:
