@@ -101,7 +101,8 @@ def kept(run_dir: Path) -> list[str]:
 
 def _config(path: Path) -> dict[str, Any]:
     found = toml_file.flatten(toml_file.load(Config, file=path))
-    return {key: value for key, value in found.items() if key != "run_dir"}
+    own = ("run_dir", "hosts.coordinator")  # each start of several processes has its own address
+    return {key: value for key, value in found.items() if key not in own}
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
@@ -115,12 +116,19 @@ def _folder(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+def _leaves(reader: ocp.StandardCheckpointer, directory: Path) -> Any:
+    """Returns the shapes and dtypes of a checkpoint's arrays."""
+    return reader.metadata(directory).item_metadata.tree
+
+
 def _last_checkpoint(directory: Path) -> tuple[dict[str, bytes], Any]:
     """Returns (the bytes of its arrays, its host state, which holds their digests)."""
     steps = [path.name for path in directory.iterdir() if path.name.isdigit()]
     last = (directory / max(steps, key=int)).resolve()  # orbax reads no relative path
     with ocp.StandardCheckpointer() as reader:
-        state = reader.restore(last / "state")
+        # As numpy arrays: the run may have had several processes, and this is one.
+        held = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), _leaves(reader, last / "state"))
+        state = reader.restore(last / "state", held)
     arrays = {
         jax.tree_util.keystr(path): np.asarray(x).tobytes()
         for path, x in jax.tree.leaves_with_path(state)
