@@ -71,7 +71,9 @@ def first_step(
 def _before(last: dict[str, Any] | None) -> str:
     text = "until its first step is done, a run compiles its programs"
     if last is None:
-        return f"{text}; the next start takes them from a cache"
+        settings: Any = jax.config
+        kept = settings.jax_compilation_cache_dir and settings.jax_enable_compilation_cache
+        return f"{text}; the next start takes them from a cache" if kept else text
     return f"{text}: the last time {last['programs']}, in {last['seconds']:.0f} s"
 
 
