@@ -17,7 +17,7 @@ from tests.run_config import run_config
 
 
 def config(run_dir: Path, **changes: str) -> Config:
-    own = {"optimizer.learning_rate": 0.003, "checkpoint.every": 5}
+    own = {"train.steps": 20, "optimizer.learning_rate": 0.003, "checkpoint.every": 5}
     return run_config("nothing", run_dir=run_dir, **own | changes)
 
 
