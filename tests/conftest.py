@@ -97,6 +97,7 @@ WHOLE = {
     "test_fork.py",
     "test_hosts.py",
     "test_inputs.py",
+    "test_int8_engine.py",
     "test_install_torch.py",
     "test_judge.py",
     "test_launch.py",

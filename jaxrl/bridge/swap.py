@@ -2,7 +2,6 @@
 
 import abc
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,17 +64,16 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         self._servers = servers
         self._learner = learner or new_learner()
         self._in_flight: InFlight = in_flight
-        self._connect = functools.partial(
-            VllmServer.connect,
-            root=root,
-            wire=wire.name,
-            sampler=sampler.name,
-            logits=logits.name,
-            blocks=blocks,
-            learner=self._learner,
-        )
+        self._settings: dict[str, Any] = {
+            "root": root,
+            "wire": wire.name,
+            "sampler": sampler.name,
+            "logits": logits.name,
+            "blocks": blocks,
+            "learner": self._learner,
+        }
         for server in servers:
-            self._connect(server)
+            server.connect(**self._settings)
 
     def use(self, servers: Sequence[VllmServer]) -> None:
         """Publishes to these servers from now on. New ones are connected; one that refuses counts
@@ -83,7 +81,7 @@ class WeightPublisher(contextlib.AbstractContextManager["WeightPublisher"]):
         for server in servers:
             if server not in self._servers:
                 try:
-                    self._connect(server)
+                    server.connect(**self._settings)
                 except RefusedError as error:
                     server.fail(error)
         self._servers = servers
