@@ -21,6 +21,7 @@ from jaxrl.models import spec
 from jaxrl.tracking.tracker import read_metrics, write_lines
 from jaxrl.training import rollbacks
 from jaxrl.training.alarm_actions import AlarmActions
+from jaxrl.training.evaluate import Evaluation
 from tests import tiny
 from tests.run_config import run_keys
 
@@ -246,9 +247,7 @@ def test_last_evaluation_can_pause_the_run(material, tmp_path, monkeypatch):
     """The held-out score falls behind the last step: paused, and the same command ends the run."""
     scores = iter([0.9, 0.2])
     found = (
-        SimpleNamespace(
-            accuracy=score, failed=0, rewards=np.ones((1, 1)), failure=None, numbers={}, rollouts=[]
-        )
+        Evaluation(np.full((1, 1), score), np.zeros((1, 1), bool), [""], {}, [], None)
         for score in scores
     )
     monkeypatch.setattr(train, "evaluate_greedily", lambda *_, **__: next(found))
