@@ -115,7 +115,7 @@ def declared(specs: Any) -> Any:
         return specs
 
     def beside(kept: Any, own: Any) -> Any:
-        if isinstance(own, tuple):  # of layers
+        if type(own) is tuple:  # of layers; a ParamSpec is another kind of tuple
             return tuple(map(beside, kept, own))
         return {**kept, **own} if isinstance(own, dict) else own
 

@@ -202,7 +202,7 @@ def test_adapters_of_killed_learners_go(material: Material) -> None:
     """Two runs may use the server at the same time; a run's earlier processes leave nothing."""
     with opened(material, [material.url], note=print, **ADAPTERS) as serving:
         (server,) = serving.publish._servers
-        publisher = serving.publish._send.__self__
+        publisher = serving.publish._send.publish.__self__
         (own,) = adapter_names(material)
         earlier = publisher._run + "another-session-7"
         for name in (earlier, "jaxrl-another-run-7"):

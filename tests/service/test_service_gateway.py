@@ -108,7 +108,8 @@ def test_turns_of_a_session_may_overlap(server: Server) -> None:
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(ask, ("one", "two", "three")))
     sequences = fetch(server, "/s/many").json()["sequences"]
-    texts = [decoded(server, one["tokens"]) for one in sequences]
+    # An answer is without special tokens, which a random model writes.
+    texts = [decoded(server, one["tokens"]).replace("<pad>", "") for one in sequences]
     assert len(texts) == 3
     for text, answer in zip(("one", "two", "three"), answers, strict=True):
         assert sum(text in whole and (answer or "") in whole for whole in texts) == 1
