@@ -51,7 +51,8 @@ def placed(
     """Starts a `Child` of these arguments in each slot; returns the actors with their places, or
     None if that takes too long.
 
-    Ray may still start an actor on a node that has just died; such a one is started again.
+    Ray may still start an actor on a node that has just died, or cancel one that it is about to
+    start; such a one is started again.
 
     Raises:
       InterruptedFleetError: at a signal.
@@ -66,7 +67,8 @@ def placed(
                 try:
                     places[i] = Place(*ray.get(answer))
                 except ray.exceptions.RayActorError:
-                    ray.kill(actors[i])
+                    with contextlib.suppress(ray.exceptions.RayError):  # it never began
+                        ray.kill(actors[i])
                     signals.sleep(_PAUSE)
                     actors[i] = slots[i].actor(Child).remote(*arguments)
                     answers[i] = actors[i].place.remote()
@@ -77,7 +79,8 @@ def placed(
         return None
     finally:
         for actor in actors:
-            ray.kill(actor)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
 
 
 class Child:

@@ -104,9 +104,11 @@ def test_servers_and_workers_take_load_in_mid_run(tmp_path, monkeypatch, capfd):
     thread = threading.Thread(target=resize, args=(tmp_path / "run",), daemon=True)
     TRAINS.set()
     thread.start()
-    status = main(["train", *run_arguments(tmp_path, **keys)])
-    TRAINS.clear()
-    thread.join()
+    try:
+        status = main(["train", *run_arguments(tmp_path, **keys)])
+    finally:
+        TRAINS.clear()
+        thread.join()
     assert status == 128 + signal.SIGTERM
     said = capfd.readouterr().err
     assert "1 server on the learner's node: weights go through shared memory" in said
