@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl.core import write_whole
+
 FILE = "fleet_urls.json"
 
 
@@ -17,9 +19,7 @@ class Addresses(NamedTuple):
 
 def write_addresses(directory: Path, addresses: Addresses) -> None:
     """Writes the addresses; `directory` is the run's."""
-    new = directory / f"{FILE}.new"
-    new.write_text(json.dumps(addresses))
-    new.replace(directory / FILE)
+    write_whole(directory / FILE, json.dumps(addresses))
 
 
 def read_addresses(directory: Path) -> Addresses | None:

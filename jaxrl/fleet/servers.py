@@ -130,7 +130,8 @@ class Servers:
     def _write(self) -> None:
         """Tells the learner which servers there are."""
         known = [s for s in self._servers if s.place and (s.listed or not s.added)]
-        present, leaving = ([self._url(s) for s in known if s.leaving == left] for left in (0, 1))
+        present = [self._url(s) for s in known if not s.leaving]
+        leaving = [self._url(s) for s in known if s.leaving]
         write_addresses(self._directory / self._config.run_dir, Addresses(present, leaving))
 
     def _resize(self) -> None:

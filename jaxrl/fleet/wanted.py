@@ -4,6 +4,8 @@ run_dir/fleet_servers."""
 from pathlib import Path
 from typing import Literal
 
+from jaxrl.core import write_whole
+
 Kind = Literal["workers", "servers"]
 KINDS: tuple[Kind, ...] = "workers", "servers"
 
@@ -26,10 +28,7 @@ class Wanted:
 
 def ask(directory: Path, kind: Kind, number: int) -> None:
     """Asks the fleet of a run for a number of workers or servers, at least one."""
-    file = wanted_file(directory, kind)
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(f"{number}\n")
-    new.replace(file)
+    write_whole(wanted_file(directory, kind), f"{number}\n")
 
 
 def wanted_file(directory: Path, kind: Kind) -> Path:

@@ -10,12 +10,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core import Precision, cast, jit, jit_forward, segment_totals, to_floats
+from jaxrl.core import Precision, cast, count_bucket, jit, jit_forward, segment_totals, to_floats
 from jaxrl.learner import LearnerState, make_update
 from jaxrl.models import Model, Params, init, lora, token_logprobs
 from jaxrl.service.losses import find
 from jaxrl.service.rows import parts
-from jaxrl.service.sizes import power_of_two
 from jaxrl.service.wire import Batch
 from jaxrl.sharding import Layout, place
 
@@ -125,7 +124,7 @@ class Pool:
         tenant = place(tenant, self._shardings)
         if None not in self._slots:
             count = len(self._slots)
-            grown = power_of_two(count + 1)
+            grown = count_bucket(count + 1)
             more = jax.tree.map(lambda x: np.zeros((grown - count, *x.shape), x.dtype), tenant)
             more = place(more, self._stacked)
             self._stack = more if self._stack is None else _join(self._stack, more)

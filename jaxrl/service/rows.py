@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.service.sizes import power_of_two
+from jaxrl.core import count_bucket
 from jaxrl.service.wire import Datum
 
 _CHEAP = 512  # tokens of padding that cost less than a program more, which reads all weights
@@ -53,7 +53,7 @@ def parts(
       unit: the number of devices that rows are divided over.
     """
     longest = max(len(one.tokens) for data in requests for one in data)
-    length = power_of_two(max(longest + 1, 64))
+    length = count_bucket(max(longest + 1, 64))
     rows = _rows(requests, tenants, capacity=length - 1)
     most = 1 << (max(1, tokens // length // unit).bit_length() - 1)  # units, of all tenants
     while rows:
@@ -75,7 +75,7 @@ def parts(
 
 def _size(count: int, *, most: int, tokens: int) -> int:
     """Rounds a count of something with so many tokens to a power of two of at most `most`."""
-    up = power_of_two(count)
+    up = count_bucket(count)
     padding = up - count
     little = padding <= up // 8 or padding * tokens <= _CHEAP
     return min(up if little else up // 2, most)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.core import Precision, as_served, cast, jit, sampler_precision
+from jaxrl.core import Precision, as_served, cast, count_bucket, jit, sampler_precision
 from jaxrl.models import Head, Model, whole_logits
 from jaxrl.service.pool import Base, scored
-from jaxrl.service.sizes import power_of_two
 
 _LOWEST = -99999.0  # stands for no log-prob
 
@@ -81,12 +80,12 @@ class Scorer:
     def score(self, weights: Any, tokens: np.ndarray, asked: Asked) -> Scores:
         """Scores a sequence, i32[P]; `weights` may hold adapters beside their matrices."""
         size, count = len(tokens), self._base.layout.count("batch")
-        length = power_of_two(max(size + 1, 64))
+        length = count_bucket(max(size + 1, 64))
         row = np.zeros((count, length), np.int32)
         row[0, :size] = tokens
         targets = None
         if asked.targets is not None:
-            targets = np.zeros((length, power_of_two(asked.targets.shape[1])), np.int32)
+            targets = np.zeros((length, count_bucket(asked.targets.shape[1])), np.int32)
             targets[: size - 1, : asked.targets.shape[1]] = np.maximum(asked.targets, 0)
         found = jax.device_get(
             self._score(

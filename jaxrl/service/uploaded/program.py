@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.core import jit_forward
-from jaxrl.service.sizes import power_of_two
+from jaxrl.core import count_bucket, jit_forward
 from jaxrl.service.uploaded.graph import Graph, compute
 from jaxrl.service.uploaded.values import Value
 
@@ -77,7 +76,7 @@ def prepare(graph: Graph, counts: Sequence[int], *, targets: int) -> Prepared:
     parts = []
     for length, places in sorted(alike.items()):
         most = max(1, _MOST_FLOATS // (length * targets * (len(graph.inputs) + 1)))
-        rows = min(power_of_two(len(places)), 1 << (most.bit_length() - 1))
+        rows = min(count_bucket(len(places)), 1 << (most.bit_length() - 1))
         program = _compiled(graph, rows, length, targets)
         for begin in range(0, len(places), rows):
             parts.append(_Part(tuple(places[begin : begin + rows]), rows, length, program))
@@ -115,7 +114,7 @@ def evaluate(
 
 
 def _padded(count: int) -> int:
-    return power_of_two(max(count, 64))
+    return count_bucket(max(count, 64))
 
 
 def _stacked(values: Sequence[np.ndarray], *, shape: tuple[int, int]) -> np.ndarray:
