@@ -212,11 +212,12 @@ def test_signal_keeps_finished_groups():
 
 
 def test_a_long_wait_is_noted(monkeypatch):
-    monkeypatch.setattr(stream_module, "PATIENCE", 0.01)
     run, gate = hand_made(**SERVED), threading.Event()
     run.sampler.gates = {prompts_of(run, 1)[0]: gate}
     noted = source_of(run)._replace(note=lambda line: gate.set() or run.notes.append(line))
     with Stream(noted, Progress(), interrupt=Interrupt()) as stream:
+        until_waiting(stream, groups=3)
+        monkeypatch.setattr(stream_module, "PATIENCE", 0.01)
         assert trained(stream.collect(seconds={})) == [0, 1]
     assert "step 1 has waited" in run.notes[0]
     assert "s for 2 groups: 3 are done, 1 are being sampled" in run.notes[0]
