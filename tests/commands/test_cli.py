@@ -31,7 +31,7 @@ from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
-from tests import arithmetic
+from tests import arithmetic, tiny
 from tests.processes import JAXRL
 
 REQUIRED = ["--model.path", "m", "--data.path", "d", "--reward.path", "exact_match"]
@@ -186,6 +186,17 @@ def test_export_of_a_run_without_a_checkpoint_says_what_to_do(tmp_path, capsys):
         assert "Rerun the command that started it" in said
     assert main(["report", str(tmp_path)]) == 1
     assert "has no step yet" in capsys.readouterr().err
+
+
+def test_export_refuses_before_it_reads_a_checkpoint(tmp_path, capsys):
+    model = tmp_path / "model"
+    huggingface.save(model, tiny.params(config=tiny.MOE), tiny.MOE, dtype=np.dtype(np.float32))
+    required = [("model.path", str(model)), ("data.path", "d"), ("reward.path", "exact_match")]
+    config = toml_file.load(Config, overrides=required)
+    (tmp_path / "config.toml").write_text(toml_file.dumps(config))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)  # unreadable
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--blocks", "int8"]) == 1
+    assert "blocks=int8 is for decoders without experts" in capsys.readouterr().err
 
 
 def test_init_writes_a_run_that_loads(tmp_path, monkeypatch, capsys):

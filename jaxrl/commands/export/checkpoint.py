@@ -65,6 +65,8 @@ def export_checkpoint(
     if isinstance(config, RewardModelConfig):
         found = base.scorer_config
     model = decoder(found)
+    if blocks != "none":
+        model.config.check_blocks(blocks)  # before a checkpoint is read
     specs = trained_specs(config.lora, model.specs)
     adapted = isinstance(specs, lora.Adapted)
     if only_adapters and not adapted:
