@@ -118,7 +118,7 @@ def test_new_weights_wait_for_the_running_request() -> None:
     other.start()
     assert not wrote.wait(0.1)
     assert [c.versions.tolist() for c in running] == [[0, 0]]
-    other.join(10)
+    other.join(100)
     assert wrote.is_set()
     assert one.version == 1
 

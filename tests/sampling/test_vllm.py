@@ -19,7 +19,19 @@ from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
 from tests import tiny
 from tests.sampling.standin import Reply, Server, choice, respond
 
+SECONDS = 100.0  # within which everything happens on the busiest machine
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
+
+
+def together(count: int) -> Reply:
+    """Answers once `count` requests are there."""
+    meet = threading.Barrier(count)
+
+    def reply(body: dict[str, Any]) -> tuple[int, str]:
+        meet.wait(SECONDS)
+        return respond(body)
+
+    return reply
 
 
 def failing(*statuses: int) -> Reply:
@@ -39,7 +51,7 @@ def sampler(server: Server) -> Iterator[VllmSampler]:
         max_positions=64,
         vocab_size=64,
         max_requests=2,
-        timeout=5.0,
+        timeout=SECONDS,
         headers={"Authorization": "a key"},
     )
     yield made
@@ -80,11 +92,7 @@ def test_greedy_group_is_a_request_each(server, sampler):
 
 
 def test_requests_are_limited_and_connections_reused(server, sampler):
-    def slow(body):
-        time.sleep(0.02)
-        return respond(body)
-
-    server.reply = slow
+    server.reply = together(2)
     assert len(ask(sampler, *[[2]] * 12)) == 12
     assert server.busiest == 2
     assert len(server.clients) == 2
@@ -106,15 +114,18 @@ def test_refusal_is_final_and_quoted(server, sampler):
 
 
 def test_completions_before_a_failure_stay_valid(server, sampler):
+    first = threading.Event()
+
     def reply(body):
         if body["token_ids"] == [3]:
-            time.sleep(0.2)
+            assert first.wait(SECONDS)
             return 400, "no"
         return respond(body)
 
     server.reply = reply
     stream = sampler.sample([np.array([2]), np.array([3])], PARAMS, group_size=1)
     assert next(stream).prompt_index == 0
+    first.set()
     with pytest.raises(SamplerError, match="prompt 1"):
         next(stream)
 
@@ -170,7 +181,11 @@ def two(server: Server) -> Iterator[tuple[Server, Server, VllmSampler]]:
     with Server() as second:
         threading.Thread(target=second.serve_forever, daemon=True).start()
         both = VllmSampler(
-            [server.url, second.url], max_positions=64, vocab_size=64, max_requests=2, timeout=5.0
+            [server.url, second.url],
+            max_positions=64,
+            vocab_size=64,
+            max_requests=2,
+            timeout=SECONDS,
         )
         yield server, second, both
         both.close()
@@ -179,12 +194,12 @@ def two(server: Server) -> Iterator[tuple[Server, Server, VllmSampler]]:
 
 def test_two_servers_share_the_requests(two):
     first, second, sampler = two
-    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
+    first.reply = second.reply = together(4)
     found = ask(sampler, *[[i] for i in range(2, 22)], group_size=3)
     assert len({(c.prompt_index, c.sample_index) for c in found}) == len(found) == 60
     assert len(first.bodies) + len(second.bodies) == 20  # a group stays together
-    assert min(len(first.bodies), len(second.bodies)) >= 4
-    assert max(first.busiest, second.busiest) == 2
+    assert len(first.bodies) == len(second.bodies)
+    assert first.busiest == second.busiest == 2
 
 
 def test_episode_stays_on_one_server(two):
@@ -253,9 +268,10 @@ def test_dropped_idle_connections_use_up_no_attempts(two, monkeypatch):
     """There may be more of them than a request has attempts while the other server is busy."""
     first, second, sampler = two
     monkeypatch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
-    first.reply = second.reply = lambda body: (time.sleep(0.02), respond(body))[1]
+    first.reply = second.reply = together(4)
     ask(sampler, *[[i] for i in range(2, 22)])
     assert (len(first.clients), len(second.clients)) == (2, 2)  # connections, which stay open
+    first.reply = lambda body: (time.sleep(0.02), respond(body))[1]
     second.reply = lambda body: (0, "")
     assert len(ask(sampler, *[[i] for i in range(2, 22)])) == 20
 
@@ -355,7 +371,7 @@ def test_closing_does_not_wait_for_requests(server, sampler):
     release = threading.Event()
 
     def hang(body):
-        release.wait(20)
+        release.wait(SECONDS)
         return respond(body)
 
     server.reply = hang
@@ -364,9 +380,8 @@ def test_closing_does_not_wait_for_requests(server, sampler):
         waiting = pool.submit(list, stream)
         while server.busy < 2:
             time.sleep(0.01)
-        start = time.monotonic()
         sampler.close()
-        assert time.monotonic() - start < 10
+        assert server.busy == 2
         with pytest.raises((SamplerError, CancelledError)):
             waiting.result()
         release.set()

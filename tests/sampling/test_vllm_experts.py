@@ -29,7 +29,9 @@ def routed(tokens: int, *, offset: int = 0) -> str:
 
 @pytest.fixture
 def sampler(server: Server) -> Iterator[VllmSampler]:
-    made = VllmSampler([server.url], max_positions=64, vocab_size=64, timeout=5.0, routed_layers=2)
+    made = VllmSampler(
+        [server.url], max_positions=64, vocab_size=64, timeout=100.0, routed_layers=2
+    )
     yield made
     made.close()
 

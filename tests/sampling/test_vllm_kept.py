@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=6, stop=((1,), (5, 6)), top_p=0.9, top_k=14)
 @pytest.fixture
 def sampler(server: Server) -> Iterator[VllmSampler]:
     made = VllmSampler(
-        [server.url], max_positions=64, vocab_size=VOCAB, timeout=5.0, record_kept=True
+        [server.url], max_positions=64, vocab_size=VOCAB, timeout=100.0, record_kept=True
     )
     yield made
     made.close()

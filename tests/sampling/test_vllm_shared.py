@@ -1,7 +1,9 @@
 """A server that another learner has taken over, and one that is paused."""
 
+import itertools
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,7 +54,9 @@ def test_requests_wait_while_the_server_is_paused(server, sampler):
     assert len(ask(sampler, [2, 3])) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrl.sampling.vllm.router._ATTEMPTS", 1)
-        impatient = VllmSampler([server.url], max_positions=64, vocab_size=64, timeout=0.5)
+        late = SimpleNamespace(monotonic=itertools.count(step=60).__next__)
+        patch.setattr("jaxrl.sampling.vllm.router.time", late)
+        impatient = VllmSampler([server.url], max_positions=64, vocab_size=64, timeout=100.0)
         server.reply = lambda body: (503, json.dumps(paused))
         with pytest.raises(SamplerError, match="Generation is paused"):
             ask(impatient, [2])
