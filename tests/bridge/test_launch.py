@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
+from jaxrl.bridge.servers import launch
 from jaxrl.bridge.servers.launch import Device, LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 
@@ -118,6 +119,14 @@ def test_foreign_program_on_the_port_is_recognised(tmp_path: Path) -> None:
         options = ServerOptions(python=tmp_path / "none", dtype="float32", port=port)
         with pytest.raises(ServerFailedError, match=f"127.0.0.1:{port}: .*in use"):
             LocalServer(Path("model"), options, log=tmp_path / "log")
+
+
+def test_port_of_another_program_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = launch.free_port("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(launch, "_PORTS", [other.getsockname()[1], free])
+        monkeypatch.setattr(launch, "_TRIES", 2)
+        assert {launch.free_port("127.0.0.1", 0) for _ in range(20)} == {free}
 
 
 def left_behind(directory: Path) -> list[Path]:

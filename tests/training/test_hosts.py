@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.bridge import free_port
 from jaxrl.cli import main
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
@@ -25,10 +25,8 @@ DEVICES = 4  # of all processes together
 STEPS = 6
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def free_address() -> str:
+    return f"127.0.0.1:{free_port('127.0.0.1', 0)}"
 
 
 @contextmanager
@@ -57,7 +55,7 @@ def started(
 def children(
     name: str, directory: Path, *, count: int, address: str | None = None
 ) -> list[list[str]]:
-    child = ["tests.training.hosts_child", name, address or f"127.0.0.1:{free_port()}"]
+    child = ["tests.training.hosts_child", name, address or free_address()]
     return [[*child, str(count), str(i), str(directory)] for i in range(count)]
 
 
@@ -80,7 +78,7 @@ def test_hanging_process_ends_all_four(tmp_path):
 
 
 def test_join_timeout_is_reported(tmp_path):
-    address = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of two runs
+    address = [free_address() for _ in range(2)]  # of two runs
     alone = [children("alone", tmp_path, count=2, address=address[i])[i] for i in range(2)]
     with started(alone, tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
@@ -136,7 +134,7 @@ def test_single_slurm_task_has_all_devices(tmp_path, nodes, gpus):
     step = {"JOB_ID": 12, "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": nodes}
     tasks = [step | {"PROCID": i, "LOCALID": i % (2 // nodes)} for i in range(2)]
     variables = [{f"SLURM_{name}": str(value) for name, value in task.items()} for task in tasks]
-    port = {"JAX_COORDINATOR_PORT": str(free_port())}
+    port = {"JAX_COORDINATOR_PORT": free_address().rpartition(":")[2]}
     commands = children("devices", tmp_path, count=2, address="auto")
     with started(commands, tmp_path, [port | own for own in variables]) as processes:
         assert [process.wait() for process in processes] == [0, 0]
@@ -186,7 +184,7 @@ def commands(material: Path, run_dir: Path, *, count: int) -> list[list[str]]:
 
 
 def of_processes(command: str, keys: dict[str, str], *, count: int) -> list[list[str]]:
-    address, made = f"127.0.0.1:{free_port()}", []
+    address, made = free_address(), []
     for i in range(count):
         every = dict(keys)
         if count > 1:

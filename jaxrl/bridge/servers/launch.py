@@ -5,6 +5,7 @@ import dataclasses
 import ipaddress
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -52,6 +53,9 @@ _ERROR = re.compile(r"\w(?:Error|Exception)\b")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM accepts
 _MATRICES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _BLOCKS: Mapping[Device, tuple[str, ...]] = {"cpu": ("none", "int8"), "cuda": ("none",)}
+# Systems give none of these to connections or to programs that ask for any port. One of those could
+# be taken while the server starts, or by the very connection that looks if it has started.
+_PORTS, _TRIES = range(16384, 32768), 100
 _TAIL = 15  # lines of a log to show
 FIRST_REQUEST = 300.0  # seconds for a server's first token; a GPU may still compile
 _DYING = 5.0  # seconds in which a server ends after its engine has failed
@@ -208,6 +212,15 @@ class LocalServer(contextlib.AbstractContextManager["LocalServer"]):
 def free_port(host: str, port: int) -> int:
     """Returns the port, or any free port if it is 0; raises ServerFailedError if another program
     uses the port, which would be mistaken for the server."""
+    if port:
+        return _probed(host, port)
+    for chosen in random.SystemRandom().sample(_PORTS, _TRIES):
+        with contextlib.suppress(ServerFailedError):
+            return _probed(host, chosen)
+    return _probed(host, 0)
+
+
+def _probed(host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # Like vLLM, ignore connections of a server that has ended.
