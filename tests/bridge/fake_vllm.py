@@ -4,6 +4,7 @@ It makes what vLLM leaves behind: a segment, a semaphore, a socket and a tempora
 their names with its environment to the file of the second argument.
 """
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.synchronize
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
+MEMORY, BELONGINGS = Path("/dev/shm"), "belongings"  # as in `owned_directory`
 TOKEN = {"choices": [{"token_ids": [5]}]}
 
 
@@ -56,6 +58,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
+def listed(left: list[str]) -> bool:
+    """Tells whether the watchdog has found what a killed server leaves in shared memory."""
+    found = list[str]()
+    for path in MEMORY.glob(f"jaxrl-owned-*/{BELONGINGS}"):
+        with contextlib.suppress(OSError):  # another server has just ended
+            found += path.read_text().split()
+    return {name[1:] for name in left} <= set(found)
+
+
 def main() -> None:
     """Serves until it is killed."""
     # A killed Python leaves them; its tracker, which is killed with it, would remove them.
@@ -71,7 +82,8 @@ def main() -> None:
     about["environment"] = dict(os.environ)
     draft = Path(sys.argv[2] + ".draft")
     draft.write_text(json.dumps(about))
-    time.sleep(0.6)  # the watchdog looks every .2 s
+    while not listed(left):
+        time.sleep(0.05)
     draft.rename(sys.argv[2])
     host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
     ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -212,7 +212,8 @@ def test_ready_means_one_completed_request(tmp_path: Path, host: str) -> None:
 def test_healthy_server_without_completions_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str
 ) -> None:
-    monkeypatch.setattr("jaxrl.bridge.servers.launch.FIRST_REQUEST", 3.0)
+    seconds = 3.0 if mode == "hangs" else 100.0
+    monkeypatch.setattr("jaxrl.bridge.servers.launch.FIRST_REQUEST", seconds)
     monkeypatch.setattr("jaxrl.bridge.servers.launch._DYING", 1.0)
     with (
         LocalServer(Path("model"), fake(tmp_path, mode), log=tmp_path / "log") as server,

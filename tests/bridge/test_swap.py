@@ -1,12 +1,15 @@
 """Weight sync to several servers when one fails, with stand-ins for vLLM."""
 
 import functools
+import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +260,9 @@ def test_a_server_that_does_not_answer_is_seldom_asked(two, monkeypatch):
     """As one behind a link that swallows packets, which would hold up every publish."""
     (_, dead), servers = two
     monkeypatch.setattr(control, "PROBE_TIMEOUT", 0.2)
+    looks = map(float, itertools.count())  # the clock moves with each look at it
+    own = SimpleNamespace(monotonic=lambda: next(looks), perf_counter=time.perf_counter)
+    monkeypatch.setattr(control, "time", own)
     asked, answer, respond = list[str](), threading.Event(), dead.respond
 
     def silent(path: str, body: dict[str, Any]) -> tuple[int, str]:

@@ -100,6 +100,6 @@ def test_listing_that_is_not_implemented_costs_nothing(server: PlainServer) -> N
             tensors = weights(number, changed=changed)
             learner.publish(ListSource(tensors), version=number)
             check(one, tensors)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 30.0
     assert server.answers["PROPFIND", 501] == 2  # asked once at the start and once at the end
     assert left(server) == []
