@@ -104,6 +104,12 @@ class FleetConfig(Section):
         self, sampler: SamplerConfig, hosts: HostsConfig, *, run_dir: str
     ) -> Iterator[str]:
         """Yields one line for each contradiction with other tables, with the fix."""
+        if sampler.store is not None and not (sampler.url or (self.engine and self.servers)):
+            yield (
+                f"sampler.store = {sampler.store!r} is for running servers and those of a fleet; "
+                "set sampler.url to their addresses (jaxrl serve), or fleet.engine and "
+                "fleet.servers, or leave it out"
+            )
         if self.engine is None:
             return
         if is_bucket(run_dir):

@@ -100,7 +100,8 @@ class SamplerConfig(ServerConfig):
     store: str | None = None
     """Object store, web server or shared directory that carries weights to servers on other hosts:
     s3://BUCKET/PATH, gs://..., az://..., https://HOST/PATH or file:///DIRECTORY. Needs
-    jaxrl[store]. If absent, weights go through this host's shared memory."""
+    jaxrl[store]. If absent, weights go through this host's shared memory, or to servers that a
+    fleet has on other nodes through RUN_DIR/store."""
 
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight to servers during a weight sync: `keep` continues them with the new
@@ -138,11 +139,6 @@ class SamplerConfig(ServerConfig):
             yield (
                 f"sampler.vllm_args = {list(self.vllm_args)}: arguments of a server, and "
                 "sampler.name = 'vllm_tpu' starts none; leave it out"
-            )
-        if self.store is not None and not self.url:
-            yield (
-                f"sampler.store = {self.store!r} is for running servers; set sampler.url to their "
-                "addresses (jaxrl serve), or leave it out"
             )
         if self.sleep and (self.name != "vllm" or len(self.url) > 1 or self.store is not None):
             yield (

@@ -47,7 +47,7 @@ class Servers:
         self._wanted, self._spare = wanted, list[Slot]()  # slots of the run without a server
         self._variables: dict[str, str] = {}
         self._learner = ""  # the node of its process 0
-        self._remote = False  # some are on another node than the learner
+        self._remote = False  # weights go through a store, so they may be on any node
         self._back = -math.inf  # when one was ready again after all had been down
 
     def open(self, learner: Place, *, variables: Mapping[str, str], signals: Signals) -> list[str]:
@@ -67,11 +67,13 @@ class Servers:
         missing = [s for s in self._servers if s.place is None or s.answer is None]
         self._place(missing, signals)
         places = [s.place for s in self._servers if s.place is not None]
-        remote = any(place.node != learner.node for place in places)
+        given = self._config.sampler.store is not None
+        remote = given or any(place.node != learner.node for place in places)
         if remote and not available():
+            why = "sampler.store is set" if given else "they are on other nodes than process 0"
             raise ModuleNotFoundError(
-                "the fleet's servers are on other nodes than the learner's process 0, so weights "
-                "go through a store, which needs jaxrl[store]: pip install 'jaxrl[store]'"
+                f"weights go to the fleet's servers through a store, because {why}; that needs "
+                "jaxrl[store]: pip install 'jaxrl[store]'"
             )
         if remote != self._remote:
             changed = [s for s in self._servers if s.running]
@@ -317,6 +319,9 @@ class Servers:
                 "through shared memory"
             )
             return []
+        if (store := self._config.sampler.store) is not None:
+            self._events.note(f"weights go through sampler.store = {store!r}")
+            return []  # the learner has the key already
         store = (self._directory / self._config.run_dir / "store").resolve().as_uri()
         self._events.note(f"servers on other nodes: weights go through the store {store}")
         return ["--sampler.store", store]

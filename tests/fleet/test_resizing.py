@@ -120,20 +120,38 @@ def test_actor_on_a_node_that_has_just_died_is_started_again(ray):
     assert [place.port for _, place in found] == [started[0].port, started[3].port]
 
 
+def servers(directory, events, **changes):
+    """Makes the servers of a fleet: one, in a slot with GPU=2."""
+    tiny.write_checkpoint(directory / "model")
+    keys = {"fleet.engine": "ray", "fleet.servers": 1, "sampler.name": "vllm"}
+    keys |= {"run_dir": directory, "fleet.server_resources": "GPU=2"}
+    return module.Servers(
+        run_config(directory, **keys | changes),
+        [Slot(mock.MagicMock(), 0, {"GPU": 2.0})],
+        directory=directory,
+        wanted=Wanted(directory, "servers"),
+        events=events,
+    )
+
+
+def test_servers_of_a_given_store_may_be_on_any_node(ray, tmp_path):
+    events = mock.MagicMock()
+    fleet = servers(tmp_path, events, **{"sampler.store": "s3://bucket/weights"})
+    learner = Place("here", "10.0.0.1", 0, 0)
+    route = fleet.open(learner, variables={}, signals=Signals())
+    assert route == ["--sampler.url", f"http://10.0.0.1:{ray.actors[0].port}"]
+    assert "sampler.store = 's3://bucket/weights'" in events.note.call_args.args[0]
+    ask(tmp_path, "servers", 2)
+    fleet.look([])
+    assert [group.nodes for group in ray.groups] == [[{}]]
+    fleet.close()
+
+
 def test_servers_are_added_ready_and_removed_idle(ray, tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    tiny.write_checkpoint(tmp_path / "model")
-    keys = {"fleet.engine": "ray", "fleet.servers": 1, "sampler.name": "vllm"}
-    config = run_config(tmp_path, **keys | {"run_dir": tmp_path, "fleet.server_resources": "GPU=2"})
     events = mock.MagicMock()
-    fleet = module.Servers(
-        config,
-        [Slot(mock.MagicMock(), 0, {"GPU": 2.0})],
-        directory=tmp_path,
-        wanted=Wanted(tmp_path, "servers"),
-        events=events,
-    )
+    fleet = servers(tmp_path, events)
 
     def look():
         """Looks as often as there is something new, and a second later."""
