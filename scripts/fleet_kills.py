@@ -15,6 +15,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ KEYS = {
 }
 SERVED = {"sampler.name": "vllm", "sampler.timeout": "60", "fleet.servers": "2"}
 PATIENCE = 600.0  # seconds for the rest of a run after its last kill
+GRACE = 60.0  # seconds in which a run that is broken off may save its step
 
 
 def main() -> int:
@@ -60,11 +62,18 @@ def main() -> int:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         for _ in range(NODES):
-            cluster.add_node(**NODE)
+            add_node(cluster)
         os.environ["RAY_ADDRESS"] = cluster.address
         return loop(options, Killer(cluster, options.seed, servers=options.servers))
     finally:
         cluster.shutdown()
+
+
+def add_node(cluster: Any) -> None:
+    """Adds a node; a SIGTERM still ends this program and with it all nodes."""
+    cluster.add_node(**NODE)
+    # Ray's own handler, which each node installs, would first drain that node for half a minute.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class Killer:
@@ -81,7 +90,7 @@ class Killer:
         if kind == "node":
             nodes = [node for node in self._cluster.list_all_nodes() if not node.head]
             self._cluster.remove_node(self.chance.choice(nodes), allow_graceful=False)
-            self._cluster.add_node(**NODE)
+            add_node(self._cluster)
             return kind
         found = [process for process, words in processes() if self._find[kind](words)]
         if not found:
@@ -157,11 +166,20 @@ def run(options: argparse.Namespace, run_dir: Path, killer: Killer, *, kills: in
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"the run came no further within {PATIENCE:.0f} s; see {log}") from error
     finally:
-        process.terminate()
-        process.wait()
+        end(process)
     if status != 0:
         raise RuntimeError(f"the run ended with status {status}; see {log}")
     return killed
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a run that still goes on."""
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wait(process: "subprocess.Popen[bytes]", run_dir: Path, *, chance: random.Random) -> None:
