@@ -4,6 +4,7 @@ A controller has no state; a run keeps the coefficient in its checkpoints. The l
 step in `batch.coefficients` and asks the controller for the next one after each rollout.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -82,7 +83,10 @@ class EntropyController:
         bounds.positive("entropy_step", self.step)
 
     def next(self, coefficient: float, *, measured: float) -> float:
-        """Returns the coefficient after a rollout whose mean entropy was `measured`."""
+        """Returns the coefficient after a rollout whose mean entropy was `measured`. One that is
+        not finite, as of a step that overflowed and was skipped, changes nothing."""
+        if not math.isfinite(measured):
+            return coefficient
         move = self.step if measured < self.target else -self.step
         return min(max(coefficient + move, 0.0), 1.0)
 
@@ -114,6 +118,9 @@ class KLController:
         bounds.positive("kl_step", self.step)
 
     def next(self, coefficient: float, *, measured: float) -> float:
-        """Returns the coefficient after a rollout whose mean divergence was `measured`."""
+        """Returns the coefficient after a rollout whose mean divergence was `measured`. One that is
+        not finite, as of a step that overflowed and was skipped, changes nothing."""
+        if not math.isfinite(measured):
+            return coefficient
         error = min(max(measured / self.target - 1, -0.2), 0.2)
         return coefficient * (1 + self.step * error)

@@ -43,6 +43,15 @@ def test_kl_controller_follows_clipped_relative_error(measured, factor):
     assert controller.next(0.3, measured=measured) == pytest.approx(0.3 * factor)
 
 
+@pytest.mark.parametrize("measured", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "controller", [KLController(initial=0.01, target=0.05), EntropyController(target=0.2)]
+)
+def test_a_measurement_that_is_not_finite_changes_no_coefficient(controller, measured):
+    """A forward pass that overflows makes the metric NaN; its step is skipped, the run goes on."""
+    assert controller.next(0.3, measured=measured) == 0.3
+
+
 def test_target_adds_a_controller():
     recipe = with_terms(grpo(), kl=0.01, kl_target=0.05, entropy_target=0.2)
     assert list(recipe.controllers) == ["kl", "entropy"]
