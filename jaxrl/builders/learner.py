@@ -9,7 +9,13 @@ from optax import Schedule
 
 from jaxrl.builders.apart import Apart, open_apart
 from jaxrl.builders.critic import open_critic, place_critic
-from jaxrl.builders.model import ModelFiles, attention_note, load_trained, trained_specs
+from jaxrl.builders.model import (
+    ModelFiles,
+    attention_note,
+    check_token_ids,
+    load_trained,
+    trained_specs,
+)
 from jaxrl.builders.optimizer import make_optimizer, state_shardings
 from jaxrl.builders.reference import ScoreApart, place_reference
 from jaxrl.builders.rows import choose_rows, trained_shape
@@ -90,7 +96,9 @@ def open_learning(
     config: Config, recipe: Recipe, *, models: ModelFiles, layout: Layout
 ) -> tuple[Learning, State]:
     """Loads the model and compiles policy and critic; returns them with their initial state. Raises
-    as `load_trained`, `attention_note` and `build_learner`."""
+    as `load_trained`, `check_token_ids`, `attention_note` and `build_learner`."""
+    if recipe.critic is not None and (path := config.critic.path) is not None:
+        check_token_ids(models.critic, models.policy, key=f"critic.path = {path!r}")
     model, params, specs = load_trained(config, models.policy, layout=layout)
     config, align, rows_note = choose_rows(
         config, model.config, objective=recipe.objective, layout=layout

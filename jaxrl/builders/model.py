@@ -113,6 +113,32 @@ def load_model(
     return model, params
 
 
+def check_token_ids(reader: Checkpoint, policy: Checkpoint, *, key: str) -> None:
+    """Checks that a model reads token ids as the policy writes them; `key` is the key of the config
+    that names the model, with its value.
+
+    Raises:
+      ValueError: if its tokenizer is not the policy's, or it lacks an embedding of a token; the
+        message names the first difference.
+    """
+    ours, theirs = (one.tokenizer.get_vocab() for one in (policy, reader))
+    differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"{key} reads the policy's token ids, but its tokenizer is not the "
+            f"policy's: {len(differing)} tokens differ, such as {token!r} with the id "
+            f"{theirs.get(token)} there and {ours.get(token)} here; give a model with the policy's "
+            "tokenizer, such as one trained from it"
+        )
+    highest, size = max(ours.values()), reader.config.vocab_size
+    if highest >= size:
+        raise ValueError(
+            f"{key} has {size} embeddings, but the policy's tokenizer has the "
+            f"token id {highest}; give a model trained from this policy"
+        )
+
+
 def trained_specs(config: AdaptersConfig, specs: Specs) -> Any:
     """Returns the specs of the learner's parameters: the model's, or `lora.Adapted`.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.builders.layout import own_layout
-from jaxrl.builders.model import ModelFiles, Output, load_model
+from jaxrl.builders.model import ModelFiles, Output, check_token_ids, load_model
 from jaxrl.builders.rows import minibatch_shape
 from jaxrl.config.training import Config
 from jaxrl.core import MinibatchShape, Rollout, jit, pack_minibatch, plan_rows
@@ -50,26 +50,9 @@ def load_scorer(
     """Loads reward.model, which reads the token ids of the policy, in `precision.compute`.
 
     Raises:
-      ValueError: if its tokenizer is not the policy's, or it lacks an embedding of a token; the
-        message names the first difference.
+      ValueError: as `load_model` and `check_token_ids`.
     """
     scorer, path = models.scorer, config.reward.model
     assert scorer is not None
-    model, params = load_model(scorer, layout=layout, dtype=config.precision.compute, output=output)
-    ours, theirs = (one.tokenizer.get_vocab() for one in (models.policy, scorer))
-    differing = sorted(t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t))
-    if differing:
-        token = differing[0]
-        raise ValueError(
-            f"reward.model = {path!r} reads the policy's token ids, but its tokenizer is not the "
-            f"policy's: {len(differing)} tokens differ, such as {token!r} with the id "
-            f"{theirs.get(token)} there and {ours.get(token)} here; give a model with the policy's "
-            "tokenizer, such as one trained from it"
-        )
-    highest, size = max(ours.values()), model.config.vocab_size
-    if highest >= size:
-        raise ValueError(
-            f"reward.model = {path!r} has {size} embeddings, but the policy's tokenizer has the "
-            f"token id {highest}; give a model trained from this policy"
-        )
-    return model, params
+    check_token_ids(scorer, models.policy, key=f"reward.model = {path!r}")
+    return load_model(scorer, layout=layout, dtype=config.precision.compute, output=output)

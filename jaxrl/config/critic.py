@@ -17,7 +17,7 @@ class CriticConfig(Section):
 
     path: str | None = None
     """Checkpoint that a separate critic starts from: a reward model, or a language model whose head
-    is replaced by one that outputs 0. model.path if absent."""
+    is replaced by one that outputs 0. Its tokenizer must be the policy's. model.path if absent."""
 
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of the critic, or of a value head; the schedule is the policy's."""

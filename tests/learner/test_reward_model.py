@@ -121,7 +121,9 @@ def test_training_raises_the_reward_models_score(material, tmp_path):
     assert all("reward/exact_match" in row for row in rows)
 
 
-def test_mismatched_reward_model_is_refused(material, tmp_path):
+def test_a_model_with_another_tokenizer_is_refused(material, tmp_path):
+    """It would read the policy's token ids as other text, and ids that it lacks as its last one."""
+
     def refused(match, **keys):
         with pytest.raises(ValueError, match=match):
             train.train(config(material, tmp_path / "run", **keys))
@@ -132,10 +134,9 @@ def test_mismatched_reward_model_is_refused(material, tmp_path):
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
-    refused(
-        "its tokenizer is not the policy's: 2 tokens differ, such as 'a' with the id 4 there and 3",
-        **{"reward.model": f"{tmp_path}/other"},
-    )
+    differs = "its tokenizer is not the policy's: 2 tokens differ, such as 'a' with the id 4 there"
+    for key, more in (("reward.model", {}), ("critic.path", {"loss.name": "ppo"})):
+        refused(f"{key} = '.*/other' .*{differs}", **{key: f"{tmp_path}/other"}, **more)
 
 
 def test_evaluation_needs_a_reward_function(material):
