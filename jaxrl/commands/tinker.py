@@ -87,12 +87,15 @@ def check_alone(environment: Mapping[str, str]) -> None:
     Raises:
       ValueError: if a variable of jax, Slurm or Open MPI says so.
     """
-    for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        if environment.get(name, "1") != "1":
-            raise ValueError(
-                f"{name} = {environment[name]!r}: jaxrl tinker is one process and its mesh the "
-                "devices of one host; start it once, with this variable unset or 1"
-            )
+    counts = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    several = [name for name in counts if environment.get(name, "1") != "1"]
+    if environment.get("JAX_COORDINATOR_ADDRESS") and "JAX_NUM_PROCESSES" not in environment:
+        several.append("JAX_COORDINATOR_ADDRESS")  # the cluster that jax finds has the number
+    for name in several:
+        raise ValueError(
+            f"{name} = {environment[name]!r}: jaxrl tinker is one process and its mesh the devices "
+            "of one host; start it once, with this variable unset"
+        )
 
 
 def find_keys(host: str, state: Path) -> list[str]:

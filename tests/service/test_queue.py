@@ -102,6 +102,8 @@ def test_a_state_has_one_server_and_a_server_one_process(tmp_path: Path):
         Store(tmp_path / "state.sqlite")
     first.close()
     Store(tmp_path / "state.sqlite").close()
-    check_alone({"JAX_NUM_PROCESSES": "1"})
+    check_alone({"JAX_NUM_PROCESSES": "1", "JAX_COORDINATOR_ADDRESS": "host:1"})
     with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS = '4': jaxrl tinker is one process"):
         check_alone({"SLURM_STEP_NUM_TASKS": "4"})
+    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS = 'host:1'.*variable unset$"):
+        check_alone({"JAX_COORDINATOR_ADDRESS": "host:1"})
