@@ -152,9 +152,9 @@ def _asked(request: types.SampleRequest, size: int, limits: Limits) -> Asked:
 
 def _dense_targets(tensor: Any, *, rows: int, limits: Limits) -> np.ndarray:
     """Returns token ids as a dense array; entries that a sparse one leaves out are -1."""
-    values = np.asarray(tensor.data, np.int32)
-    shape = tuple(tensor.shape or values.shape)
+    shape = tuple(tensor.shape or (len(tensor.data),))
     try:
+        values = np.asarray(tensor.data, np.int32)
         if tensor.sparse_crow_indices is None:
             return values.reshape(shape)
         crow, columns = (

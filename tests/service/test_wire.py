@@ -42,14 +42,17 @@ def test_a_sparse_array_is_checked_before_it_takes_memory(shape, crow, match) ->
 
 
 @pytest.mark.parametrize(
-    ("shape", "crow", "match"),
+    ("shape", "crow", "token", "match"),
     [
-        ([100_000, 100_000], [0, 1, 1], r"fit \[100000, 100000\]: .*at most \[1, 9\]"),
-        ([1, 4], [0, 10**12], "row pointers do not count 1 values"),
+        ([100_000, 100_000], [0, 1, 1], 3, r"fit \[100000, 100000\]: .*at most \[1, 9\]"),
+        ([1, 4], [0, 10**12], 3, "row pointers do not count 1 values"),
+        ([1, 4], [0, 1], 10**12, r"fit \[1, 4\]: .*1000000000000"),
     ],
 )
-def test_sparse_targets_of_a_prompt_are_checked_before_they_take_memory(shape, crow, match) -> None:
-    targets = {"data": [3], "dtype": "int64", "shape": shape}
+def test_sparse_targets_of_a_prompt_are_checked_before_they_take_memory(
+    shape, crow, token, match
+) -> None:
+    targets = {"data": [token], "dtype": "int64", "shape": shape}
     targets |= {"sparse_crow_indices": crow, "sparse_col_indices": [1]}
     request = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
