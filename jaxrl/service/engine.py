@@ -87,9 +87,7 @@ class Engine:
     def kind(self, model: str) -> Kind:
         """Returns what a model trains."""
         if model not in self._kinds:
-            row = self.store.one("SELECT content FROM models WHERE id = ?", model)
-            assert row is not None
-            content = json.loads(row["content"])
+            content = json.loads(self.store.model(model)["content"])
             self._kinds[model] = Kind(content["rank"], content["attention"], content["mlp"])
         return self._kinds[model]
 
@@ -198,7 +196,9 @@ class Engine:
                 self.fail(works[0], error)
                 return
             for work in works:
-                self._guarded(do, [work])
+                # An answer that was written counts: to compute it again would apply it twice.
+                if work.id in self._drawing or self.store.queued(work.id):
+                    self._guarded(do, [work])
 
     def _sample(self, works: Sequence[Work]) -> None:
         works = [work._replace(payload=self._present(work.payload)) for work in works]
@@ -294,13 +294,11 @@ class Engine:
         if hidden:
             session = work.target.split(":train:")[0]
             sampler = f"{session}:sample:{request.sampling_session_seq_id or 0}"
-            row = self.store.one("SELECT owner FROM models WHERE id = ?", work.target)
-            assert row is not None
             self.store.insert(
                 "samplers",
                 id=sampler,
                 session=session,
-                owner=row["owner"],
+                owner=self.store.model(work.target)["owner"],
                 created=time.time(),
                 path=path,
                 next_clone=1,
@@ -311,9 +309,7 @@ class Engine:
         self, work: Work, pool: Pool, path: str, kind: str, *, ttl: int | None, state: bool
     ) -> None:
         size = self.files.write_checkpoint(path, pool, pool.read(work.target), state=state)
-        row = self.store.one("SELECT owner, content FROM models WHERE id = ?", work.target)
-        assert row is not None
-        now = time.time()
+        row, now = self.store.model(work.target), time.time()
         content = json.loads(row["content"])
         content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
         end = ttl and now + ttl
@@ -364,9 +360,7 @@ class Engine:
                 self._snapshot(name, of)
                 of.remove(name)
         file = self.files.snapshot(model)
-        begin = self.store.one("SELECT content FROM models WHERE id = ?", model)
-        assert begin is not None
-        tenant, seq = pool.fresh(json.loads(begin["content"])["seed"]), -1
+        tenant, seq = pool.fresh(json.loads(self.store.model(model)["content"])["seed"]), -1
         if file.exists():
             tenant, seq = files.read_tenant(file, like=tenant)
         pool.add(model, tenant)

@@ -85,6 +85,12 @@ class Store:
         """Returns the first row of a query, None without any."""
         return next(iter(self.all(query, *values)), None)
 
+    def model(self, model: str) -> dict[str, Any]:
+        """Returns the row of a model, which exists."""
+        row = self.one("SELECT * FROM models WHERE id = ?", model)
+        assert row is not None
+        return row
+
     def insert(self, table: str, **values: Any) -> bool:
         """Inserts a row unless one with its key exists; returns True if it is new."""
         names, marks = ", ".join(values), ", ".join("?" * len(values))
@@ -123,6 +129,11 @@ class Store:
                 "WHERE id = ? AND status = 'queued'",
                 (status, answer, form, request),
             )
+
+    def queued(self, request: str) -> bool:
+        """Tells whether a request was accepted and has no answer."""
+        found = self.one("SELECT status FROM requests WHERE id = ?", request)
+        return found is not None and found["status"] == "queued"
 
     def cover(self, model: str, seq: int) -> None:
         """Notes that a model's snapshot includes its requests up to `seq`, whose bodies go."""

@@ -1,0 +1,98 @@
+"""Requests whose batch fails after some of them were answered."""
+
+import json
+import sqlite3
+import time
+
+import jax
+import numpy as np
+import pytest
+from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
+
+from jaxrl.core import Precision, cast
+from jaxrl.service.engine import Engine
+from jaxrl.service.files import Files
+from jaxrl.service.pool import Base
+from jaxrl.service.state import Store, dumps
+from jaxrl.sharding import PRESETS, Layout, make_mesh
+from tests import tiny
+
+TENANTS = ("a", "b")
+
+
+class Full(Store):
+    """A disk that is full when the second request of a batch is answered."""
+
+    failed = False
+
+    def finish(self, request, answer, *, form, status="done"):
+        if request == "b:1" and not self.failed:
+            self.failed = True
+            raise sqlite3.OperationalError("database or disk is full")
+        super().finish(request, answer, form=form, status=status)
+
+
+def body_of(kind: str, model: str) -> bytes:
+    if kind == "create":
+        return (
+            types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="tiny")
+            .model_dump_json()
+            .encode()
+        )
+    if kind == "step":
+        adam = types.AdamParams(learning_rate=1e-2)
+        step = types.OptimStepRequest(adam_params=adam, model_id=model, seq_id=2)
+        return step.model_dump_json().encode()
+    message = proto.ForwardBackwardRequest(loss_fn="cross_entropy", model_id=model, seq_id=1)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(5, 25, dtype=np.int32).tobytes()
+    for name, values, dtype in (
+        ("target_tokens", np.arange(6, 26), proto.DTYPE_INT64),
+        ("weights", np.ones(20, np.float32), proto.DTYPE_FLOAT32),
+    ):
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = values.tobytes(), dtype
+        tensor.shape.append(20)
+    return message.SerializeToString()
+
+
+def norms(store: Store, directory) -> list[float]:
+    """The norms of the gradients of both tenants, whose requests are accepted before the start."""
+    content = dumps({"rank": 4, "attention": True, "mlp": True, "seed": 0})
+    for model in TENANTS:
+        now = time.time()
+        values = {"session": "s", "owner": "o", "created": now, "used": now, "content": content}
+        store.insert("models", id=model, **values)
+        for seq, kind in enumerate(("create", "compute", "step")):
+            given = {"target": model, "seq": seq, "owner": "o", "kind": kind}
+            store.accept(f"{model}:{seq}", body=body_of(kind, model), **given)
+    one = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
+    precision = Precision.of("fp32")
+    engine = Engine(
+        Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
+        store=store,
+        files=Files(directory, base_name="tiny"),
+        samplers=lambda load: None,
+        microbatch_tokens=1024,
+        max_batch=8,
+        slots=4,
+        snapshot_seconds=1000,
+    )
+    while any(store.queued(f"{model}:2") for model in TENANTS):
+        time.sleep(0.05)
+    engine.close()
+    answers = [store.one("SELECT answer FROM requests WHERE id = ?", f"{x}:2") for x in TENANTS]
+    return [json.loads(one["answer"])["metrics"]["grad_norm"] for one in answers]
+
+
+def test_a_batch_that_fails_after_an_answer_applies_nothing_twice(tmp_path) -> None:
+    found = []
+    for make in (Store, Full):
+        directory = tmp_path / make.__name__
+        directory.mkdir()
+        store = make(directory / "state.sqlite")
+        found.append(norms(store, directory))
+        store.close()
+    assert store.failed
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
