@@ -59,7 +59,7 @@ class Scripted:
 
 def chat(url: str, messages: list[Any], **more: Any) -> Any:
     body = {"model": "policy", "messages": messages, **more}
-    return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=100)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -101,6 +101,6 @@ def sampled(sampler: Scripted) -> list[tuple[int, float, int]]:
 
 
 def stream(url: str, body: Mapping[str, Any]) -> list[Any]:
-    text = httpx2.post(url, json={**body, "stream": True}, timeout=30).text
+    text = httpx2.post(url, json={**body, "stream": True}, timeout=100).text
     lines = [line for line in text.splitlines() if line.startswith("data: {")]
     return [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -1,6 +1,13 @@
 import pytest
 
-from jaxrl.environments.isolation import walls
+from jaxrl.environments.isolation import calls, walls
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Looks at deadlines all the time, and not only when they were to end."""
+    remaining = calls.Deadline.remaining
+    monkeypatch.setattr(calls.Deadline, "remaining", lambda self: min(0.01, remaining(self)))
 
 
 @pytest.fixture(params=["bubblewrap", "own"])

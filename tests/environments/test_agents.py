@@ -66,7 +66,7 @@ def chats(endpoint, example):
     first = ask(user)
     ask({"role": "user", "content": "b"})
     if example["prompt"] == "0+0=":
-        httpx2.post(endpoint.url + "/reward", json={"reward": 2}).raise_for_status()
+        httpx2.post(endpoint.url + "/reward", json={"reward": 2}, timeout=60).raise_for_status()
         ask(user, first, {"role": "user", "content": "a"})
 
 

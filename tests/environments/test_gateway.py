@@ -33,8 +33,9 @@ from tests.environments.agents import (
     user,
 )
 
+post = functools.partial(httpx2.post, timeout=100)
 LIMITS = EpisodeLimits(
-    max_turns=8, max_tokens=300, max_prompt_tokens=300, timeout=30.0, vocab_size=200_000
+    max_turns=8, max_tokens=300, max_prompt_tokens=300, timeout=100.0, vocab_size=200_000
 )
 ADD = {
     "name": "add",
@@ -139,7 +140,7 @@ def test_an_edited_history_is_a_branch_and_each_token_is_trained_once(play):
 
 def test_agents_at_once_and_rewards_that_they_post(play):
     async def agent(endpoint, example):
-        async with httpx2.AsyncClient(timeout=30) as client:
+        async with httpx2.AsyncClient(timeout=100) as client:
 
             async def ask(text):
                 body = {"model": "policy", "messages": [user(text)]}
@@ -170,7 +171,7 @@ def test_stop_texts_and_limits_end_a_turn_where_sampling_would_end(play, tokeniz
         replies.append(chat(endpoint.url, [user("b")], max_completion_tokens=3))
         body = {"model": "policy", "max_tokens": 9, "messages": [user("c")]}
         body["stop_sequences"] = ["STOP"]
-        replies.append(httpx2.post(f"{endpoint.url}/v1/messages", json=body, timeout=30))
+        replies.append(post(f"{endpoint.url}/v1/messages", json=body))
 
     texts = ["Act: f\nObservation: 3 and on<|im_end|>", "abcdef<|im_end|>", "x STOP<|im_end|>"]
     rollout, sampler, _ = play(agent, texts)
@@ -211,7 +212,7 @@ def test_anthropic_messages_and_openai_responses_are_the_same_conversation(play,
         ]
         given = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
         messages += [{"role": "assistant", "content": blocks}, user([given])]
-        whole = httpx2.post(f"{endpoint.url}/v1/messages", json=body | {"messages": messages})
+        whole = post(f"{endpoint.url}/v1/messages", json=body | {"messages": messages})
         assert whole.json()["content"] == [{"type": "text", "text": "4"}]
         assert whole.json()["stop_reason"] == "end_turn"
 
@@ -224,7 +225,7 @@ def test_anthropic_messages_and_openai_responses_are_the_same_conversation(play,
         output = events[-1]["response"]["output"]
         assert [item["type"] for item in output] == ["message", "function_call"]
         given = {"type": "function_call_output", "call_id": output[1]["call_id"], "output": "4"}
-        whole = httpx2.post(url, json=body | {"input": [*items, *output, given]}).json()
+        whole = post(url, json=body | {"input": [*items, *output, given]}).json()
         assert whole["output"][0]["content"][0]["text"] == "4"
         assert whole["usage"]["total_tokens"] > whole["usage"]["output_tokens"]
 
@@ -257,14 +258,14 @@ def test_refusals_have_the_form_of_each_dialect(play):
         replies["key"] = chat(endpoint.url.rpartition("/")[0] + "/wrong", [user("a")])
         body = {"model": "claude", "max_tokens": 9, "messages": [user("a")]}
         url = f"{endpoint.url}/v1/messages"
-        replies["anthropic model"] = httpx2.post(url, json=body)
-        replies["anthropic long"] = httpx2.post(
+        replies["anthropic model"] = post(url, json=body)
+        replies["anthropic long"] = post(
             url, json=body | {"model": "policy", "messages": [user(long)]}
         )
-        replies["anthropic key"] = httpx2.post(url.replace(endpoint.key, "x"), json=body)
-        replies["anthropic body"] = httpx2.post(url, json={"model": "policy"})
+        replies["anthropic key"] = post(url.replace(endpoint.key, "x"), json=body)
+        replies["anthropic body"] = post(url, json={"model": "policy"})
         stored = {"model": "policy", "input": "a", "previous_response_id": "resp_1"}
-        replies["stored"] = httpx2.post(f"{endpoint.openai_url}/responses", json=stored)
+        replies["stored"] = post(f"{endpoint.openai_url}/responses", json=stored)
 
     rollout, sampler, failure = play(agent, ["hi<|im_end|>"])
     assert failure is None

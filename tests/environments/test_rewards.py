@@ -18,6 +18,7 @@ from jaxrl.environments.rewards.builtin import (
 )
 from jaxrl.environments.rewards.numbers import final_number
 from jaxrl.environments.rewards.score import load_rewards, score
+from tests.environments.deadlines import SECONDS
 
 
 @pytest.mark.parametrize(
@@ -169,14 +170,18 @@ def test_reward_loads_from_installed_module():
 
 SLOW = """
 import asyncio, threading
+from tests.environments.deadlines import expire
 from jaxrl.environments.rewards.batches import batched
 
 def hangs(completion, example):
     if completion == "hang":
+        expire()
         threading.Event().wait()
     return len(completion)
 
 async def remote(completion, example):
+    if completion == "hang":
+        expire()
     await asyncio.sleep(100 if completion == "hang" else 0)
     return len(completion)
 
@@ -211,15 +216,15 @@ def test_system_exit_affects_only_its_own_completion(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["hangs", "remote"])
-def test_a_timeout_affects_only_its_own_completion(tmp_path, name):
+def test_a_timeout_affects_only_its_own_completion(tmp_path, watched, name):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
-    terms = load_rewards([f"{file}:{name}"], timeout=0.5)
+    terms = load_rewards([f"{file}:{name}"], timeout=SECONDS)
     scored = score(terms, ["a", "hang", "ccc"], [{}] * 3)
     np.testing.assert_array_equal(scored.total, [1, np.nan, 3])
     assert scored.failures == {name: 1}
     assert scored.first_failure is not None
-    assert "it took longer than 0.5 s" in scored.first_failure
+    assert "it took longer than 100 s" in scored.first_failure
 
 
 def test_batched_reward_sees_all_completions(tmp_path):
@@ -310,6 +315,7 @@ def test_endless_comparison_is_wrong(monkeypatch):
 
 HOSTILE = """
 import itertools, threading
+from tests.environments.deadlines import expire
 from jaxrl.environments.rewards.batches import batched
 
 @batched
@@ -319,6 +325,7 @@ def endless(completions, examples):
 @batched
 def stalls(completions, examples):
     yield 1.0
+    expire()
     threading.Event().wait()
 
 @batched
@@ -338,6 +345,7 @@ def nothing():
 
 class Slow:
     def __float__(self):
+        expire()
         threading.Event().wait()
 
 def slow(completion, example):
@@ -356,12 +364,12 @@ def hostile(tmp_path):
     [
         ("endless", "more than 2 rewards for 2 completions"),
         ("endless_later", "more than 2 rewards for 2 completions"),
-        ("stalls", "it took longer than 0.2 s"),
-        ("slow", "it took longer than 0.2 s"),
+        ("stalls", "it took longer than 100 s"),
+        ("slow", "it took longer than 100 s"),
     ],
 )
-def test_endless_result_is_a_failure(hostile, name, message):
-    scored = score(hostile(name, timeout=0.2), ["a", "b"], [{}] * 2)
+def test_endless_result_is_a_failure(hostile, watched, name, message):
+    scored = score(hostile(name, timeout=SECONDS), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert message in str(scored.first_failure)
 
