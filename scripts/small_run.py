@@ -101,7 +101,8 @@ def kept(run_dir: Path) -> list[str]:
 
 def _config(path: Path) -> dict[str, Any]:
     found = toml_file.flatten(toml_file.load(Config, file=path))
-    own = ("run_dir", "hosts.coordinator")  # each start of several processes has its own address
+    # The directory is in the address of the store of weights, and each start has its own addresses.
+    own = ("run_dir", "sampler.store", "hosts.coordinator", "sampler.url")
     return {key: value for key, value in found.items() if key not in own}
 
 
