@@ -16,6 +16,7 @@ from jaxrl.core.batch import Minibatch
 from jaxrl.core.metrics import Mean, Metrics, masked_mean
 from jaxrl.learner.policy import Learner
 from jaxrl.learner.update import LearnerState
+from jaxrl.losses.ratios import LOG_RATIO_LIMIT
 from jaxrl.models import lora
 
 Step = Callable[[LearnerState, Minibatch], tuple[LearnerState, Metrics]]
@@ -25,11 +26,11 @@ def gated(learner: Learner) -> Step:
     """Returns `learner.step` with a gate: it keeps parameters and moments of the old state if the
     served policy's objective falls on the minibatch.
 
-    The objective is the mean over the tokens of A exp(shadow - sampler), estimated for both states
-    on the minibatch that the step was taken on. The shadow is of the published weights in the
-    sampler's dtypes. Tokens whose sampler reported no log-prob are left out. A step that the gate
-    refuses counts as a step, for the learning rate too. The gate costs two forward passes and,
-    while a step is computed, a second copy of the state.
+    The objective is the mean over the tokens of A exp(shadow - sampler), log-ratios clamped to
+    +-20, estimated for both states on the minibatch that the step was taken on. The shadow is of
+    the published weights in the sampler's dtypes. Tokens whose sampler reported no log-prob are
+    left out. A step that the gate refuses counts as a step, for the learning rate too. The gate
+    costs two forward passes and, while a step is computed, a second copy of the state.
 
     Its step adds the metrics "update/rejected": 1 for a refused step, and "update/gain": the
     difference of the objective, in units of the advantage.
@@ -69,8 +70,9 @@ def _gain(
     batch = minibatch.batch
     known = batch.action_mask & ~jnp.isnan(batch.sampler_logprobs)
     sampler = jnp.where(known, batch.sampler_logprobs, 0)
-    old, new = (
-        jnp.exp(jnp.where(known, learner.shadow_scores(state.params, minibatch)[0] - sampler, 0))
-        for state in (before, after)
-    )
-    return masked_mean(batch.advantages * (new - old), known)
+
+    def ratio(state: LearnerState) -> jax.Array:
+        d = jnp.where(known, learner.shadow_scores(state.params, minibatch)[0] - sampler, 0)
+        return jnp.exp(jnp.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+    return masked_mean(batch.advantages * (ratio(after) - ratio(before)), known)

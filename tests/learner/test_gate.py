@@ -54,6 +54,19 @@ def test_a_step_is_taken_if_the_served_policy_gains():
     assert taken == {True, False}
 
 
+def test_one_impossible_token_leaves_the_gain_finite():
+    """Servers report -9999 for a probability of 0. The other tokens decide."""
+    learner = make_learner(
+        MODEL, objective(unclipped(over_sampler), token_mean), optimizer=optax.sgd(1e-2)
+    )
+    batch = BATCH.batch
+    place = tuple(np.argwhere(np.asarray(batch.action_mask))[0])
+    sampler = jnp.asarray(batch.sampler_logprobs).at[place].set(-9999.0)
+    given = dataclasses.replace(BATCH, batch=batch.replace(sampler_logprobs=sampler))
+    _, metrics = jax.jit(gated(learner))(learner.init(tiny.params()), given)
+    assert np.isfinite(to_floats(metrics)["update/gain"])
+
+
 def test_a_refused_step_counts_for_the_learning_rate():
     """A gain that is not a number is refused: weights and moments stay, the schedule goes on."""
     optimizer = optax.sgd(optax.linear_schedule(1.0, 0.0, 9), momentum=0.9)
