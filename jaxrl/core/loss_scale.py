@@ -19,8 +19,8 @@ class LossScaleSpec:
       initial: the first scale; 1 leaves the loss as it is.
       growth: factor applied after `interval` consecutive finite steps; 1 keeps the scale fixed.
       backoff: factor applied when a gradient is not finite; 1 keeps the scale fixed.
-      interval: number of finite steps between two growths.
-      floor: the scale never falls below this.
+      interval: number of finite steps between two growths, below 2**31.
+      floor: the scale never falls below this, nor below a smaller `initial`.
 
     Raises:
       ValueError: for a number that is out of range.
@@ -34,10 +34,11 @@ class LossScaleSpec:
 
     def __post_init__(self) -> None:
         finite = 0 < self.initial <= 2.0**126 and 1 <= self.growth < float("inf")
-        if not (finite and 0 < self.backoff <= 1 and self.interval >= 1 and self.floor > 0):
+        floor, interval = 0 < self.floor <= 2.0**126, 1 <= self.interval < 2**31
+        if not (finite and 0 < self.backoff <= 1 and interval and floor):
             raise ValueError(
-                f"{self!r}: needs initial > 0, growth >= 1, 0 < backoff <= 1, interval >= 1 and "
-                "floor > 0, all finite"
+                f"{self!r}: needs initial > 0, growth >= 1, 0 < backoff <= 1, interval from 1 to "
+                "2**31 - 1 and floor > 0, all finite"
             )
 
     def __str__(self) -> str:
@@ -119,7 +120,8 @@ def update_loss_scale(state: LossScale, finite: jax.Array, *, spec: LossScaleSpe
     grown = finite & (state.good_steps + 1 >= spec.interval)
     factor = jnp.where(finite, jnp.where(grown, spec.growth, 1.0), spec.backoff)
     # Growth stops below f32's largest power of two: an infinite scale could never come back.
-    scale = jnp.clip(state.scale * factor, spec.floor, 2.0**126)
+    floor = min(spec.floor, spec.initial)  # a scale that falls never ends higher than it was
+    scale = jnp.clip(state.scale * factor, floor, 2.0**126)
     return LossScale(
         scale=jnp.where(factor == 1.0, state.scale, scale),
         good_steps=jnp.where(finite & ~grown, state.good_steps + 1, 0),

@@ -116,6 +116,7 @@ def test_errors_name_the_text(text, message):
     [
         *("static", "static:0", "static:-1", "static:inf", "static:nan", "none:1"),
         *("dynamic:1:0", "dynamic:1:2:3", "dynamic:1:2:.5:.5:1", "dynamic:1:2:2:2:1"),
+        *("dynamic:1:2147483648", "dynamic:1:2:2:.5:inf"),
     ],
 )
 def test_impossible_loss_scales(text):
@@ -223,6 +224,11 @@ def test_scale_stays_between_its_floor_and_infinity():
     for _ in range(130):
         state = step(state, np.False_)
     assert (state.scale, state.skipped) == (1.0, 130)
+
+
+def test_a_scale_below_its_floor_does_not_rise_on_overflow():
+    spec = dynamic_loss_scale(0.25)
+    assert update_loss_scale(init_loss_scale(spec), jnp.bool_(False), spec=spec).scale == 0.25
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_master", "fp16_master"])
