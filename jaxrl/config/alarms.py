@@ -53,9 +53,14 @@ class AlarmsConfig(_Rules):
         due = (name for name, action in self.actions.items() if action == "rollback_precision")
         return next(due, None)
 
+    @property
+    def best_kept(self) -> int:
+        """The number of best checkpoints that rollbacks need: held_out returns to the best one."""
+        return int(self.actions["held_out"].startswith("rollback"))
+
     def reach(self, *, probe_every: int, judge_every: int) -> int:
-        """Returns the most steps that a rollback may have to go back. held_out is not counted: it
-        returns to the best checkpoint, which is always kept."""
+        """Returns the most steps that a rollback may have to go back. held_out is not counted, see
+        `best_kept`."""
         back = {"not_finite": self.limits.not_finite_steps}
         # Three probes or judgements, and the step before the first of them.
         back |= dict.fromkeys(("sequence_mismatch", "phantom"), 2 * probe_every + 1)

@@ -126,7 +126,8 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
 
     keep_best: NonNegativeInt = 1
-    """Number of checkpoints with the best held-out accuracy to keep as well."""
+    """Number of checkpoints with the best held-out accuracy to keep as well; at least 1 if
+    `alarms.held_out` rolls back."""
 
 
 class EvalConfig(Section):

@@ -232,7 +232,7 @@ def _make_checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(
         local_directory(config.run_dir) / "checkpoints",
         keep=config.checkpoints_kept,
-        keep_best=config.checkpoint.keep_best,
+        keep_best=max(config.checkpoint.keep_best, config.alarms.best_kept),
     )
 
 

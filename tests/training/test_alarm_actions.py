@@ -1,10 +1,12 @@
 """Alarms on real small runs: one is hacked and recovers, one is too fast, eleven are healthy."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from jaxrl.diagnostics.alarms.history import History
 from jaxrl.diagnostics.alarms.limits import Limits
 from jaxrl.models import spec
 from jaxrl.tracking.tracker import read_metrics, write_lines
-from jaxrl.training import rollbacks
+from jaxrl.training import rollbacks, run
 from jaxrl.training.alarm_actions import AlarmActions
 from jaxrl.training.evaluate import Evaluation
 from tests import tiny
@@ -332,6 +334,16 @@ def test_checkpoints_reach_back_over_the_window(material, tmp_path, monkeypatch)
     monkeypatch.setattr(alarms, "LIMITS", Limits(window=5, not_finite_steps=40))
     long = {"alarms.not_finite": "rollback_kl"}
     assert config(material, tmp_path, **long).checkpoints_kept == 10
+
+
+def test_the_best_checkpoint_is_kept_for_a_rollback_to_it(material, tmp_path):
+    held_out = {"alarms.held_out": "rollback_kl", "checkpoint.keep_best": "0"}
+    given = config(material, tmp_path, **held_out)
+    with closing(run._make_checkpoints(given)) as checkpoints:
+        for step in range(1, given.checkpoints_kept + 3):
+            checkpoints.save(step, {"x": jnp.zeros(1)}, host={}, metric=float(step == 1))
+        checkpoints.wait()
+        assert checkpoints.best() == (1, 1.0)
 
 
 SWITCHES = {"alarms.phantom": "rollback_precision", "alarms.precision": "fp16_master"}
