@@ -1,10 +1,13 @@
 """The `[optimizer]` table of a config."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
+import jax.numpy as jnp
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from jaxrl.config.section import Section
+from jaxrl.core import Precision, short_name
 from jaxrl.learner import OptimizerName, ScheduleName
 
 
@@ -40,3 +43,13 @@ class OptimizerConfig(Section):
 
     offload: bool = False
     """Keep the moments in host memory between steps: saves device memory, slows steps down."""
+
+    def conflicts(self, precision: Precision) -> Iterator[str]:
+        """Yields a line if moments could never fall, because a beta times one rounds back to it."""
+        highest = 1 - float(jnp.finfo(precision.moments).eps) / 2
+        if max(self.betas[: 1 if self.name == "sgd" else 2]) > highest:
+            yield (
+                f"optimizer.betas = {list(self.betas)} and moments={short_name(precision.moments)} "
+                f"in precision = {precision.text!r}: a beta above {highest:.3g} times a moment "
+                "rounds back to it, so that it never falls; lower the beta, or use moments=f32"
+            )

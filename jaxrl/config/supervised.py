@@ -61,6 +61,7 @@ class SupervisedConfig(RunConfig):
         return per_shard * self.mesh.batch_shards(self.precision.sums)
 
     def _contradictions(self) -> Iterator[str]:
+        yield from self.optimizer.conflicts(self.precision)
         if self.train.microbatch_tokens < self.train.row_length:
             yield (
                 f"train.microbatch_tokens = {self.train.microbatch_tokens} does not hold one row "

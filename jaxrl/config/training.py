@@ -147,6 +147,7 @@ class Config(RunConfig):
         yield from _blocks(self)
         yield from _alarms(self)
         yield from _own_meshes(self)
+        yield from self.optimizer.conflicts(self.precision)
         yield from self.fleet.conflicts(self.sampler, self.hosts, run_dir=self.run_dir)
 
 
@@ -289,8 +290,7 @@ def _sampling(c: Config) -> Iterator[str]:
             f"rollouts.max_staleness = {c.rollouts.max_staleness} on a mesh of several devices: "
             "two threads that start programs on the same devices block each other. Sample on other "
             "devices (sampler.devices) or a server (sampler.name = 'vllm'), with reward.model left "
-            "out, behind a server or in a reward_mesh, "
-            "or set rollouts.max_staleness = 0"
+            "out, behind a server or in a reward_mesh, or set rollouts.max_staleness = 0"
         )
     started = c.sampler.name == "vllm" and not c.sampler.url
     if c.train.replay_routing and started and c.sampler.device == "cpu":

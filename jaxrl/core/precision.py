@@ -78,7 +78,8 @@ class Precision:
       logits: the head's output and the log-probs made of it. The sums of the softmax, ratios and
         reductions of a loss always have at least f32.
       grads: gradient accumulation over microbatches and reduction over devices.
-      moments: optimizer moments; not f16, in which the squares of small gradients are 0.
+      moments: optimizer moments; not f16, in which the squares of small gradients are 0. In bf16 a
+        decay above .996, such as Adam's .999, rounds to 1.
       wire: the weights that are published to the sampler. f8_e4m3 is for this role alone, and for
         the embedded sampler: weights rounded to 8 bits, as engines with quantised weights have.
       sampler: operands and activations of the sampler.

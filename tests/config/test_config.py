@@ -2,10 +2,13 @@ import functools
 import tomllib
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from jaxrl.builders.recipe import make_recipe
+from jaxrl.config.optimizer import OptimizerConfig
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.config.toml_file import ConfigError, dumps, flatten, keys, load, validate
 from jaxrl.config.training import Config
@@ -129,6 +132,10 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
         ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),
         ({"optimizer__warmup_steps": 100}, "the run's 100 optimizer steps"),
+        (
+            {"precision": "bf16_master,moments=bf16", "optimizer__betas": [0.9, 0.999]},
+            "moments=bf16 in precision = 'bf16_master,moments=bf16': a beta above 0.996",
+        ),
         ({"eval__every": 5}, "eval.every = 5 needs data.eval_path"),
         ({"critic__trunk": "shared", "critic__path": "c"}, "leave critic.path out"),
         ({"critic__trunk": "shared", "lora__rank": 4}, "lora.rank = 4 keeps frozen"),
@@ -363,3 +370,13 @@ def test_the_service_refuses_numbers_of_e4m3_on_servers():
     with pytest.raises(ConfigError, match="'vllm': blocks=e4m3 applies to sampler = 'embedded'"):
         validate(TinkerConfig, keys | {"sampler": "vllm"})
     validate(TinkerConfig, {"precision": "bf16_master,blocks=int8", "sampler": "vllm"})
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.99, 0.996, 0.997, 0.999])
+def test_betas_under_which_a_moment_in_bf16_cannot_fall_are_refused(beta):
+    """Adam's .999 times any of its numbers but the powers of two rounds back to the number."""
+    numbers = np.arange(128, 256, dtype=np.float32) / 128  # all of bf16 from 1 to 2
+    falls = (numbers * np.float32(beta)).astype(jnp.bfloat16) < numbers
+    chosen = OptimizerConfig(betas=(0.9, beta))
+    assert bool(list(chosen.conflicts(parse("bf16_master,moments=bf16")))) == (not falls.all())
+    assert not list(chosen.conflicts(parse("bf16_master")))
