@@ -104,6 +104,12 @@ def build(
 
 
 def _terms(values: Mapping[str, Any], *, known: Mapping[str, Any]) -> dict[str, Any]:
+    rejection = str(values.get("rejection"))
+    if truncating := [name for name in rejection.split(" + ") if "_tis" in name]:
+        raise ValueError(
+            f"rejection: {truncating[0].strip()} truncates weights and rejects no token; name it "
+            "in loss.correction, or write a rejection such as geometric_mask"
+        )
     terms = loss_arguments(Terms, values)
     if terms.get("aggregation") is aggregation.fixed_length:
         if "max_length" not in known:

@@ -100,6 +100,8 @@ def test_what_a_users_function_may_return(user_file):
             {"kl": -1, "clip_low": 0.1},
             r"^loss\.name = 'grpo', loss\.kl = -1: kl=-1 must be",
         ),
+        ("grpo", {"rejection": "veto + token_tis"}, "token_tis .* rejects no token; name it"),
+        ("grpo", {"rejection": "sequence_tis_normalized"}, "rejects no token"),
         ("grpo", {"dual_clip": NAN}, "dual=nan must exceed"),
         ("grpo", {"kl": NAN}, "kl=nan must be >= 0"),
         ("grpo", {"entropy": -0.1}, r"entropy=-0\.1 must be >= 0"),
