@@ -11,7 +11,7 @@ from jaxrl import models
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.training import Config
-from jaxrl.core import Precision, check_products
+from jaxrl.core import Precision, check_products, keep_collectives_ordered
 from jaxrl.models import Model
 from jaxrl.sampling import prepare_tpu_engine
 from jaxrl.sharding import PRESETS, Layout, make_mesh, remesh
@@ -53,6 +53,8 @@ def make_layout(
     keys = " + ".join(f"{key} = {count}" for key, count in (apart or {}).items())
     alone = devices is None and math.prod(mesh.sizes.values()) == 1 and jax.process_count() == 1
     found = jax.devices() if devices is None else devices
+    if devices is None:
+        keep_collectives_ordered()
     if reserved and jax.process_count() > 1:
         raise ValueError(
             f"{keys}: devices set apart need a single process, and there are "

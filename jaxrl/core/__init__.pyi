@@ -19,7 +19,11 @@ from .batch import (
 )
 from .buckets import count_bucket as count_bucket, row_multiple as row_multiple
 from .casts import as_served as as_served, cast as cast, dtype_of as dtype_of
-from .compiled import jit as jit, jit_forward as jit_forward
+from .compiled import (
+    jit as jit,
+    jit_forward as jit_forward,
+    keep_collectives_ordered as keep_collectives_ordered,
+)
 from .compiler_flags import flags_note as flags_note
 from .files import (
     cache_directory as cache_directory,

@@ -6,6 +6,7 @@ another transformation.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,18 @@ def jit(
 def jit_forward(function: Callable[..., Any], *, sums: str = "any", **options: Any) -> Any:
     """Compiles as `jit` does, but does not initialise the devices: modules may decorate with it."""
     return _outermost(function, compiler_options=_compiler_options(sums), **options)
+
+
+def keep_collectives_ordered() -> None:
+    """Turns JAX's cache of compiled programs off where devices may hang with it.
+
+    A program for several CPU devices that XLA reads back has lost the order of its collectives
+    (docs/internals/xla.md). PJRT_NPROC, with a thread for each collective that may wait, keeps the
+    cache. It must run before anything compiles.
+    """
+    several = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if several and "PJRT_NPROC" not in os.environ:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _outermost(function: Callable[..., Any], **options: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import jax
 
 from jaxrl.config.hosts import HostsConfig, is_address
-from jaxrl.core import ReportedError, report
+from jaxrl.core import ReportedError, keep_collectives_ordered, report
 
 JOIN = 300  # seconds to wait for the other processes at the start
 HEARTBEAT = 30  # seconds without a heartbeat: longer than any pause of a healthy process
@@ -54,7 +54,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
             f"hosts.coordinator = {address!r}, hosts.processes = {config.processes}, hosts.process "
             f"= {config.process}: {error} Give all three, or 'auto' where jax detects the cluster"
         ) from error
-    _keep_order()
+    keep_collectives_ordered()
     try:
         yield
     except ReportedError:
@@ -66,14 +66,6 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
-
-
-def _keep_order() -> None:
-    """Compiles every program anew on CPUs: XLA loses the order of collectives in one that it reads
-    back, and processes then wait for each other in different ones (docs/internals/xla.md).
-    PJRT_NPROC, with a thread for each collective that may wait, keeps the cache."""
-    if jax.default_backend() == "cpu" and "PJRT_NPROC" not in os.environ:
-        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

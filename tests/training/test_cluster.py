@@ -3,7 +3,9 @@
 import jax
 import pytest
 
+from jaxrl.builders.layout import make_layout
 from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.mesh import MeshConfig
 from jaxrl.training.cluster import joined
 
 
@@ -51,8 +53,18 @@ def test_slurm_task_without_coordinator_is_warned(monkeypatch, capsys):
     assert "one of 4 Slurm tasks and trains alone" in capsys.readouterr().err
 
 
+def _join() -> None:
+    with joined(HostsConfig(coordinator="host0:9911", processes=2, process=0)):
+        pass
+
+
+def _lay_out() -> None:
+    make_layout(MeshConfig(fsdp=2), apart={"critic_mesh": jax.device_count() - 2})
+
+
+@pytest.mark.parametrize("start", [_join, _lay_out])
 @pytest.mark.parametrize(("threads", "kept"), [(None, False), ("64", True)])
-def test_processes_on_cpus_compile_every_program_anew(monkeypatch, threads, kept):
+def test_several_cpu_devices_compile_every_program_anew(monkeypatch, start, threads, kept):
     """A program from the cache has lost the order of its collectives."""
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **keys: None)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
@@ -61,7 +73,7 @@ def test_processes_on_cpus_compile_every_program_anew(monkeypatch, threads, kept
         monkeypatch.setenv("PJRT_NPROC", threads)
     before = jax.config.jax_enable_compilation_cache
     try:
-        with joined(HostsConfig(coordinator="host0:9911", processes=2, process=0)):
-            assert jax.config.jax_enable_compilation_cache == kept
+        start()
+        assert jax.config.jax_enable_compilation_cache == kept
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
