@@ -69,8 +69,8 @@ class TrainConfig(Section):
     down to whole rows."""
 
     row_length: PositiveInt | None = None
-    """Tokens in a row of the learner's batch. If absent: whole groups if prompts are shared, else
-    data.max_prompt_tokens + sampling.max_tokens. With packing, longer rows waste less."""
+    """Tokens in a row of the learner's batch. If absent: whole groups, or parts of one, if prompts
+    are shared, else data.max_prompt_tokens + sampling.max_tokens. Longer rows waste less."""
 
     packing: bool = True
     """Pack several sequences into a row; a group shares its prompt if attention supports it."""

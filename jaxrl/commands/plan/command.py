@@ -10,8 +10,9 @@ whether the cluster has it.
 
 It reads the model's config.json, but neither weights, data nor reward functions: data.path and
 reward.path are optional. TPU topologies (v5e, v5p, v6e, tpu7x) need libtpu: pip install 'jax[tpu]'.
-GPUs (a100, h100, h200, b200) need jax-cuda12-plugin and nvidia-cudnn-cu12. Both work without the
-chips. The exit status is 5 if the run does not fit. The last line looks like
+GPUs (a100, h100, h200, b200) need jax-cuda12-pjrt in jax's version, and attention by cudnn also
+jax-cuda12-plugin and nvidia-cudnn-cu12. Both work without the chips. The exit status is 5 if the
+run does not fit. The last line looks like
 
   peak 31.4 GiB of 95.7 GiB per chip: fits"""
 
