@@ -3,10 +3,10 @@
 import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +29,10 @@ from tests.training.small_runs import REWARD, run, state, supervised, write_mate
 
 URL = f"s3://{BUCKET}/some/run"
 STEPS = 4
-SLOW = f"import os, time\n{REWARD}".replace(
-    "return", "time.sleep(float(os.environ.get('SLOW', '0')))\n    return"
+# In its third step at the latest, the process waits until it is killed.
+HELD = f"import itertools, os, threading\ncalls = itertools.count()\n{REWARD}".replace(
+    "return",
+    "if 'HELD' in os.environ and next(calls) >= 28:\n        threading.Event().wait()\n    return",
 )
 
 
@@ -128,18 +130,18 @@ def test_bucket_holds_a_resumable_run_after_every_request(
 def test_killed_run_goes_on_elsewhere(
     material: Path, local: Path, bucket: FakeBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (material / "slow.py").write_text(SLOW)
+    (material / "held.py").write_text(HELD)
     own = {
         "data.eval_path": material / "held_out.jsonl",
         "data.max_prompt_tokens": 24,
-        "reward.path": f"{material}/slow.py:early_letters",
+        "reward.path": f"{material}/held.py:early_letters",
         "train.train_batch": 3,
         "train.microbatch_tokens": 128,
         "checkpoint.every": 1,
         "checkpoint.keep": 9,
     }
     arguments = run_arguments(material, run_dir=URL, train__steps=STEPS, **own)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "SLOW": "0.1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "HELD": "1"}
     log = tmp_path / "log"
     process = ModuleProcess("jaxrl.cli", ["train", *arguments], output=log, environment=environment)
     while "some/run/run.json" not in bucket.objects or not saved(files(bucket)):
@@ -156,22 +158,21 @@ def test_killed_run_goes_on_elsewhere(
 
 
 def test_second_program_is_refused(bucket: FakeBucket, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("jaxrl.training.manifest._SILENCE", 3.0)  # threads may be slow
-    first = Lease(Bucket(URL), last=None)
-    beats = threading.Event()
+    now, beating = 0.0, True
 
-    def beat() -> None:
-        while not beats.wait(0.05):
+    def sleep(seconds: float) -> None:
+        """Pauses of the second program, in which the first one works."""
+        nonlocal now
+        now += seconds
+        if beating:
             first.beat()
 
-    beating = threading.Thread(target=beat)
-    beating.start()
-    try:
-        with pytest.raises(ResumeError, match=r"process .* trains in s3://a-bucket/some/run; wait"):
-            Lease(Bucket(URL), last=None)
-    finally:
-        beats.set()
-        beating.join()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr("jaxrl.training.manifest.time", clock)
+    first = Lease(Bucket(URL), last=None)
+    with pytest.raises(ResumeError, match=r"process .* trains in s3://a-bucket/some/run; wait"):
+        Lease(Bucket(URL), last=None)
+    beating = False
     second = Lease(Bucket(URL), last=None)  # the first one is silent now
     with pytest.raises(LostError, match=r"has taken the run over; this one stops"):
         first.write()

@@ -236,11 +236,15 @@ def test_too_few_completions_end_the_run(monkeypatch):
 
 def test_slow_reward_does_not_delay_the_exit(monkeypatch):
     monkeypatch.setattr(stream_module, "GRACE", 0.1)
-    never = threading.Event()
-    run = hand_made(reward=lambda text, example: never.wait() or 0.0, **SERVED)
+    begun, never = threading.Event(), threading.Event()
+
+    def reward(text: str, example: Any) -> float:
+        begun.set()
+        return never.wait() or 0.0
+
+    run = hand_made(reward=reward, **SERVED)
     with streaming(run, Progress()) as stream:
-        while len(run.sampler.asked) < 4:
-            time.sleep(0.01)
+        assert begun.wait(250)
     assert any(thread.is_alive() for thread in stream._threads)
     never.set()
     for thread in stream._threads:
