@@ -5,9 +5,11 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxrl.bridge.base import UnavailableError, new_learner
+from jaxrl.bridge.in_vllm import relay
 from jaxrl.bridge.servers.launch import free_port
 from jaxrl.bridge.store.objects import Objects, Store, StoreError
 from jaxrl.bridge.store.process import AgentProcess
@@ -133,6 +136,14 @@ def test_missing_store_is_named(port: int, tmp_path: Path) -> None:
             learner.publish(ListSource({"a": np.zeros(3, np.float16)}), version=0)
 
 
+def answers(agent: AgentProcess, *, but: int) -> bool:
+    """Tells whether a new process of the agent listens."""
+    with socket.socket(socket.AF_UNIX) as one, contextlib.suppress(OSError):
+        one.connect(str(agent.directory / relay.SOCKET))
+        return agent.process_id != but
+    return False
+
+
 def test_agents_killed_at_random(tmp_path: Path) -> None:
     """Three hosts with two servers each; every server has every version."""
     done = threading.Event()
@@ -142,9 +153,16 @@ def test_agents_killed_at_random(tmp_path: Path) -> None:
         rng = random.Random(0)
 
         def kill() -> None:
-            while not done.wait(rng.uniform(0.4, 1.2)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rng.choice(agents).process_id, signal.SIGKILL)
+            """Kills one or two at a time; the third host can take the version."""
+            while not done.wait(rng.uniform(0, 0.7)):
+                killed = rng.sample(agents, rng.randint(1, 2))
+                before = [agent.process_id for agent in killed]
+                for process_id in before:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process_id, signal.SIGKILL)
+                for agent, process_id in zip(killed, before, strict=True):
+                    while not done.is_set() and not answers(agent, but=process_id):
+                        time.sleep(0.02)
 
         killer = threading.Thread(target=kill)
         killer.start()
