@@ -55,9 +55,19 @@ def material(tmp_path_factory):
         "".join(json.dumps({"prompt": p, "answer": p[0]}) + "\n" for p in prompts)
     )
     (directory / "reward.py").write_text(
+        "import pathlib, time\n"
+        "held = pathlib.Path(__file__).with_name('held')\n"
         "def capitals(completion, example):\n"
+        "    while waits():\n"
+        "        time.sleep(0.01)\n"
         "    found = example['answer'] in completion\n"
         "    return (sum(c.isupper() for c in completion) + found) // 3 / 3\n"
+        "def waits():\n"
+        "    try:\n"
+        "        step, metrics = held.read_text().split()\n"
+        "        return f'\"step\": {step},' in pathlib.Path(metrics).read_text()\n"
+        "    except FileNotFoundError:\n"
+        "        return False\n"
     )
     return directory
 
@@ -175,17 +185,21 @@ def test_critic_head_is_not_exported(undisturbed, tmp_path):
 
 
 def test_killed_and_resumed_equals_undisturbed(material, undisturbed, tmp_path):
-    run_dir = tmp_path / "run"
+    run_dir, held = tmp_path / "run", material / "held"
     rng = random.Random(time.time_ns())
     for step in sorted(rng.sample(range(STEPS - 8), 2)):
+        # It gets no further while this process is late.
+        held.write_text(f"{step + 4} {run_dir}/metrics.jsonl")
         with started(material, run_dir) as process:
             wait_for_step(process, run_dir, step=step)
             time.sleep(rng.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
     # And once it is asked to end.
+    held.write_text(f"{STEPS - 2} {run_dir}/metrics.jsonl")
     with started(material, run_dir) as process:
         wait_for_step(process, run_dir, step=STEPS - 6)
         process.send_signal(signal.SIGTERM)
+        held.unlink()
         assert process.wait() == 128 + signal.SIGTERM, log_of(run_dir)
     assert "ended by signal 15 at step" in log_of(run_dir)
     assert "Traceback" not in log_of(run_dir)
