@@ -85,7 +85,8 @@ class Outcomes:
         """Divides each reward over its tokens, f64[C] for each completion.
 
         A token that the policy chose gets minus its penalty, the last token of a turn the
-        environment's reward for the turn, and the very last token the rest. NaN rewards give 0.
+        environment's reward for the turn, and the very last token the rest, with the rewards of
+        turns that another sequence of the episode trains. NaN rewards give 0.
         """
         found = []
         for i, mask in enumerate(self.action_masks):
@@ -95,7 +96,7 @@ class Outcomes:
                 if self.penalties is not None:
                     rewards[chosen] = -np.asarray(self.penalties[i], float)[chosen]
                 for _, end, earned in () if self.turns is None else self.turns[i]:
-                    rewards[end - 1] += earned
+                    rewards[end - 1] += earned * bool(mask[end - 1])
                 rewards[chosen[-1]] += self.rewards[i] - rewards.sum()
             found.append(rewards)
         return found

@@ -124,6 +124,26 @@ def test_a_critics_values_follow_the_sequences_of_an_episode():
         np.testing.assert_allclose(np.asarray(one)[mask], 2.0 - value[mask], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", TREES)
+def test_no_reward_of_a_turn_is_lost(name):
+    """A turn that another sequence trains is no action of the last one, which has all rewards."""
+    rollout, _ = episode(*TREES[name])
+    parts, total = chains(rollout), environment_reward(rollout)
+    outcomes = Outcomes(
+        rewards=np.array([0.0] * (len(parts) - 1) + [total]),
+        groups=np.zeros(len(parts), int),
+        action_masks=[one.action_mask for one in parts],
+        turns=[one.episode.turns for one in parts if one.episode],
+        episodes=np.zeros(len(parts), int),
+    )
+
+    def earned(whole: Outcomes) -> Any:
+        (mask,), (rewards,) = whole.action_masks, whole.token_rewards()
+        return np.array([rewards[mask].sum()])
+
+    np.testing.assert_allclose(estimate(earned, outcomes), total)
+
+
 def test_a_masked_episode_masks_its_branches():
     rollout, _ = episode(*TREES["a tree"])
     failed = rollout._replace(action_mask=rollout.action_mask & False, reward=float("nan"))
