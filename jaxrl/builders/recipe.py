@@ -11,7 +11,8 @@ def make_recipe(config: Config) -> Recipe:
 
     Raises:
       ValueError: as `losses.build`; also for groups of one where the advantage compares a group,
-        a KL penalty that the advantage ignores, and a policy loss that reads a critic's values.
+        a KL penalty that the advantage ignores, keys of a critic for a recipe without one, and a
+        policy loss that reads a critic's values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -28,6 +29,13 @@ def make_recipe(config: Config) -> Recipe:
         raise ValueError(
             f"reward.kl = {config.reward.kl:g} would change nothing: the advantage reads the "
             "components of the reward, and the KL penalty is not one; use loss.kl"
+        )
+    given = {"path": config.critic.path, "pretrain_steps": config.critic.pretrain_steps}
+    if recipe.critic is None and (unused := [name for name, value in given.items() if value]):
+        name = unused[0]
+        raise ValueError(
+            f"critic.{name} = {given[name]!r}, but loss.name = {config.loss.name!r} has no critic; "
+            "leave it out, or choose a recipe with one, such as ppo"
         )
     if Need.VALUES in recipe.objective.needs:
         raise ValueError(

@@ -244,6 +244,13 @@ def test_unused_penalty_is_refused(loss):
     make_recipe(with_keys(loss__kl=0.1, **keys))
 
 
+@pytest.mark.parametrize(("key", "value"), [("path", "c"), ("pretrain_steps", 3)])
+def test_keys_of_a_critic_need_one(key, value):
+    with pytest.raises(ValueError, match=rf"critic\.{key} = .* loss\.name = 'grpo' has no critic"):
+        make_recipe(with_keys(**{f"critic__{key}": value}))
+    make_recipe(with_keys(loss__name="ppo", **{f"critic__{key}": value}))
+
+
 def test_policy_loss_reading_values_is_refused():
     with pytest.raises(ValueError, match="critic=Critic"):
         make_recipe(with_keys(loss__name="jaxrl.losses:value_loss"))
