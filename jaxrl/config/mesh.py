@@ -10,7 +10,7 @@ from jaxrl.sharding import AXES, PRESETS, Rules, by_rows, change
 
 
 class MeshConfig(Section):
-    """Devices along each axis; the product must be the number of devices."""
+    """Devices along each axis; the product must be the number of devices, or 1 to use one."""
 
     data: PositiveInt = 1
     """Replicas of the model; the batch is sharded over them."""

@@ -63,7 +63,9 @@ NAMES: Mapping[str, Renamed] = {
     "importance_sampling_level": Renamed(("loss.name",), "`gspo` for sequences"),
     "scale_rewards": Renamed(("loss.advantage",), "`batch_relative`, `centred` and others"),
     "top_entropy_quantile": Renamed(("loss.top_entropy",), "the share that is kept"),
-    "vllm_importance_sampling_mode": Renamed(("loss.correction",)),
+    "vllm_importance_sampling_mode": Renamed(
+        ("loss.correction",), "with `loss.ratio` set to over_anchor"
+    ),
     "center_rewards_coefficient": Renamed(("loss.center_rewards",)),
     # Optimizer and numbers
     "lr": Renamed(("optimizer.learning_rate",)),

@@ -100,7 +100,7 @@ class PartialCompletion:
                 f"policy version {version} gives logits that are not finite at token "
                 f"{np.argmin(np.isfinite(logprobs))} of completion {sample} of prompt {prompt}: "
                 "the weights hold NaN or infinity, or the sampler's dtype overflows (f16 ends at "
-                "65504; try precision.sampler=bf16)"
+                "65504; try sampler=bf16 in precision)"
             )
         return Completion(
             prompt_index=prompt,
