@@ -16,10 +16,11 @@ from jaxrl.service import answers, files
 from jaxrl.service.computing import compute, find_graph, prepare_again
 from jaxrl.service.files import Files
 from jaxrl.service.history import History
-from jaxrl.service.pool import Base, Kind, Pool, Tenant
+from jaxrl.service.pool import Base, Kind, Pool
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
 from jaxrl.service.sampling import BASE, Answer, Request, Samplers
+from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store, dumps
 from jaxrl.service.wire import RefusedError
 
@@ -63,7 +64,7 @@ class Engine:
         config, find = base.model.config, functools.partial(find_graph, store)
         self.limits = Limits(config.vocab_size, config.max_positions, find)
         self._tokens, self._most, self._slots = microbatch_tokens, max_batch, slots
-        self._every, self._saved = snapshot_seconds, dict[str, float]()
+        self._snapshots = Snapshots(store, files, seconds=snapshot_seconds)
         self._pools, self._kinds = dict[Kind, Pool](), dict[str, Kind]()
         self._used = dict[str, int]()  # order of use
         self._done = dict[str, int]()  # the last request that a model in a slot includes
@@ -83,6 +84,7 @@ class Engine:
         for pool in self._pools.values():
             for name in pool.tenants:
                 self._snapshot(name, pool)
+        self._snapshots.close()
 
     def kind(self, model: str) -> Kind:
         """Returns what a model trains."""
@@ -255,10 +257,11 @@ class Engine:
         self.finish(work.id, answers.encode(found))
         if work.kind == "step":
             self.history.stepped(work.target, found.metrics)
-        late = time.monotonic() - self._saved.get(work.target, -1e9) > self._every
-        if work.kind == "load" or (work.kind == "step" and late):
+        if work.kind == "load" or (work.kind == "step" and self._snapshots.due(work.target)):
             self._done[work.target] = work.seq
             self._snapshot(work.target, pool)
+        if work.kind == "load":  # before its checkpoint can be deleted
+            self._snapshots.settle(work.target)
 
     def _step(self, work: Work, pool: Pool) -> Any:
         return types.OptimStepResponse(metrics=pool.step(work.target, work.payload))
@@ -359,10 +362,8 @@ class Engine:
             if name not in keep:
                 self._snapshot(name, of)
                 of.remove(name)
-        file = self.files.snapshot(model)
-        tenant, seq = pool.fresh(json.loads(self.store.model(model)["content"])["seed"]), -1
-        if file.exists():
-            tenant, seq = files.read_tenant(file, like=tenant)
+        fresh = pool.fresh(json.loads(self.store.model(model)["content"])["seed"])
+        tenant, seq = self._snapshots.read(model, like=fresh)
         pool.add(model, tenant)
         self._replay(model, pool, after=seq)
 
@@ -388,7 +389,4 @@ class Engine:
             self._done[model] = row["seq"]
 
     def _snapshot(self, model: str, pool: Pool) -> None:
-        tenant: Tenant = pool.read(model)
-        files.write_tenant(self.files.snapshot(model), tenant, seq=self._done[model])
-        self.store.cover(model, self._done[model])
-        self._saved[model] = time.monotonic()
+        self._snapshots.write(model, pool.read(model), seq=self._done[model])

@@ -1,0 +1,73 @@
+"""Snapshots that are written while the devices go on."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from jaxrl.service import snapshots as module
+from jaxrl.service.files import Files
+from jaxrl.service.snapshots import Snapshots
+from jaxrl.service.state import Store
+
+
+def state(value: float) -> dict[str, np.ndarray]:
+    return {"x": np.full((3, 2), value, np.float32), "count": np.int32(value)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path / "state.sqlite")
+    made.insert("models", id="m")
+    for seq in range(3):
+        made.accept(f"m:{seq}", target="m", seq=seq, owner="o", kind="compute", body=b"body")
+    yield made
+    made.close()
+
+
+def bodies(store: Store) -> list[bytes | None]:
+    return [row["body"] for row in store.all("SELECT body FROM requests ORDER BY seq")]
+
+
+def test_a_snapshot_is_read_as_written_and_its_requests_are_kept_until_then(
+    tmp_path, store, monkeypatch
+) -> None:
+    go, write = threading.Event(), module.write_tenant
+
+    def slow(file, tenant, *, seq):
+        assert go.wait(10)
+        write(file, tenant, seq=seq)
+
+    monkeypatch.setattr(module, "write_tenant", slow)
+    made = Snapshots(store, Files(tmp_path, base_name="b"), seconds=0)
+    assert made.due("m")
+    own = state(7.0)
+    made.write("m", own, seq=1)
+    assert not made.due("m")
+    assert bodies(store) == [b"body"] * 3
+    go.set()
+    found, seq = made.read("m", like=state(0.0))
+    np.testing.assert_array_equal(found["x"], own["x"])
+    assert (found["count"], seq) == (7, 1)
+    assert bodies(store) == [None, None, b"body"]
+    made.close()
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_the_one_before_it(
+    tmp_path, store, monkeypatch, caplog
+) -> None:
+    made = Snapshots(store, Files(tmp_path, base_name="b"), seconds=0)
+    assert made.read("m", like=state(1.0))[1] == -1
+    made.write("m", state(7.0), seq=0)
+    made.settle("m")
+
+    def full(file, tenant, *, seq):
+        raise OSError("no space")
+
+    monkeypatch.setattr(module, "write_tenant", full)
+    made.write("m", state(8.0), seq=2)
+    found, seq = made.read("m", like=state(0.0))
+    assert (found["count"], seq) == (7, 0)
+    assert bodies(store) == [None, b"body", b"body"]
+    assert "the snapshot of m failed" in caplog.text
+    made.close()
