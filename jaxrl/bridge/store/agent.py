@@ -86,13 +86,12 @@ class StoreAgent:
             return None
         learner = manifest.parse_learner(request["learner"])
         directory = slots.slots_directory(self._root, learner, group=request["group"])
-        with self._users:
+        with self._users:  # requests of several servers that come together share a fetch
             slots.enter(directory, server=server)
-        objects = self._objects(request["store"])
+            objects, fetches = self._objects(request["store"]), self._fetches[directory]
         if objects.keyed is not request["keyed"]:
             raise ManifestError(f"the learner and jaxrl serve must both have {KEY}, or neither")
         key = {name: value for name, value in request.items() if name != "server"}
-        fetches = self._fetches[directory]
         with self._counted(directory):
             found = fetches.submit(key, lambda: self._persist(key, directory, objects))
             while not wait([found], max(_TICK, _PATIENCE - objects.silence.seconds)).done:

@@ -1,6 +1,8 @@
 """Versions travel through a store exactly, and as little of them as can be."""
 
+import contextlib
 import os
+import threading
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -53,6 +55,28 @@ def weights(seed: int, *, changed: float = 1.0) -> dict[str, np.ndarray]:
         bits = array.reshape(-1).view(np.uint16)
         bits ^= other.random(bits.size) < changed
     return tensors
+
+
+def test_servers_that_ask_together_share_a_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fetches at once would fill the same slot."""
+    made, both = list[object](), threading.Barrier(2)
+
+    class Slow(agent.Newest):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # another thread makes one meanwhile, if it may
+
+    monkeypatch.setattr(agent, "Newest", Slow)
+    servers = host(tmp_path / "a", servers=2)
+    with publisher(servers, (tmp_path / "store").as_uri()) as learner:
+        learner.publish(ListSource(weights(0)), version=0)
+        for server in servers:
+            check(server, weights(0))
+    assert len(made) == 1
 
 
 def check(server: HostedRecorder, tensors: dict[str, np.ndarray]) -> None:
