@@ -6,8 +6,9 @@ A user's own environment is a class or function with the same signature: it take
 
 import functools
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from jaxrl.core import plugins
 from jaxrl.environments.connectors.agents import run_command, run_function
@@ -22,6 +23,9 @@ from jaxrl.environments.episodes.gateway import GatewayEpisode, Start
 
 if TYPE_CHECKING:
     from jaxrl.environments.gateway.server import Gateway
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def agent(
@@ -142,7 +146,19 @@ def _agent_episode(
     return GatewayEpisode(_templates(context.chat), served, start, limits=context.limits)
 
 
-@functools.cache  # one server for all episodes of a run
+def _once(make: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Caches a function; episodes that begin together, in their threads, wait for the first."""
+    lock, made = threading.Lock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def get(*args: _P.args, **options: _P.kwargs) -> _R:
+        with lock:
+            return made(*args, **options)
+
+    return get
+
+
+@_once  # one server for all episodes of a run
 def _gateway(host: str, port: int, models: tuple[str, ...]) -> "Gateway":
     from jaxrl.environments.gateway.server import Gateway
 
@@ -150,5 +166,5 @@ def _gateway(host: str, port: int, models: tuple[str, ...]) -> "Gateway":
 
 
 _templates = functools.lru_cache(4)(Templates)  # which the episodes of a run share
-_host = functools.cache(Host)  # one process for all episodes of a run
-_server = functools.cache(Server.at)  # reads the server's schema once per run
+_host = _once(Host)  # one process for all episodes of a run
+_server = _once(Server.at)  # reads the server's schema once per run

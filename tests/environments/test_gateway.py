@@ -2,10 +2,13 @@
 are those that the official clients send."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -19,6 +22,7 @@ from jaxrl.environments.connectors.agents import run_command, run_function
 from jaxrl.environments.episodes.base import EpisodeLimits
 from jaxrl.environments.episodes.gateway import GatewayEpisode
 from jaxrl.environments.episodes.runner import ContinuousScheduler, EpisodeRunner
+from jaxrl.environments.gateway import server
 from jaxrl.sampling.base import SamplingParams
 from tests import published
 from tests.environments.agents import (
@@ -352,6 +356,25 @@ def test_an_agent_that_hangs_or_goes_on_ends_at_the_limits(play):
     rollout, _, failure = play([sys.executable, "-c", "import time; time.sleep(99)"], [], timeout=1)
     assert rollout.episode.end == "timeout"
     assert "took longer than 1 s" in failure
+
+
+def test_episodes_that_begin_together_share_a_server(monkeypatch):
+    made, both = list[Any](), threading.Barrier(2)
+
+    class Slow(server.Gateway):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # another thread makes one meanwhile, if it may
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(server, "Gateway", Slow)
+    with ThreadPoolExecutor(2) as pool:
+        arguments = "127.0.0.1", 0, ("of this test",)
+        one, other = pool.map(lambda _: builtin._gateway(*arguments), range(2))
+    for gateway in made:
+        gateway.stop()
+    assert one is other
 
 
 def test_wrong_settings_name_their_key(tokenizer):
