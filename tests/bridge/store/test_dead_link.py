@@ -1,6 +1,7 @@
 """A link that swallows what it is given holds up no publish of the other hosts."""
 
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from jaxrl.bridge import swap
 from jaxrl.bridge.base import UnavailableError
 from jaxrl.bridge.in_vllm import relay
+from jaxrl.bridge.owned_directory import MEMORY
 from jaxrl.bridge.store import agent, clients, slots
 from jaxrl.bridge.store.objects import StoreError
 from tests.bridge.cases import ListSource
@@ -92,11 +94,18 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebStore]:
 
 
 @pytest.fixture
-def hosts(store: WebStore, tmp_path: Path) -> Iterator[list[Host]]:
+def short() -> Iterator[Path]:
+    """A directory whose path is short enough for a socket's, wherever tests keep their files."""
+    with tempfile.TemporaryDirectory(dir=MEMORY, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def hosts(store: WebStore, short: Path) -> Iterator[list[Host]]:
     with ExitStack() as stack:
         links = [stack.enter_context(Swallower(store.port)) for _ in "ab"]
         found = [
-            Host(tmp_path / name, link, store=store.port)
+            Host(short / name, link, store=store.port)
             for name, link in zip("ab", links, strict=True)
         ]
         for one in found:
@@ -151,10 +160,10 @@ def test_a_dead_link_holds_up_no_publish(store: WebStore, hosts: list[Host]) -> 
         until(lambda: not any(far.payloads.iterdir()))
 
 
-def test_a_slow_link_is_waited_for(store: WebStore, tmp_path: Path) -> None:
+def test_a_slow_link_is_waited_for(store: WebStore, short: Path) -> None:
     """A link on which bytes arrive is not dead."""
     with Swallower(store.port, bandwidth=2e6) as link:
-        slow = Host(tmp_path / "slow", link, store=store.port)
+        slow = Host(short / "slow", link, store=store.port)
         with publisher([slow], f"http://127.0.0.1:{store.port}") as learner:
             timings = learner.publish(ListSource(weights(0)), version=0)
             check(slow, weights(0))
