@@ -38,7 +38,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import jax
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
@@ -47,7 +47,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # A shared machine is slow at times, and a test must not pass or fail by chance.
-settings.register_profile("jaxrl", deadline=None, derandomize=True)
+_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("jaxrl", derandomize=True, **_PATIENT)
 settings.load_profile("jaxrl")
 
 
