@@ -113,14 +113,14 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 def test_manifest_must_be_a_small_regular_file(tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / manifest.FILE)
     with pytest.raises(ManifestError, match=r"cannot be read|larger than"):
-        within(10, lambda: manifest.read(tmp_path))
+        within(100, lambda: manifest.read(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "device"])
 def test_tensors_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / ENTRY.file)
     with pytest.raises(ManifestError, match="cannot be mapped"):
-        within(10, lambda: payload.open_tensors(tmp_path, [ENTRY]))
+        within(100, lambda: payload.open_tensors(tmp_path, [ENTRY]))
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\ud800", "loop", 5, None, [], ""])

@@ -327,7 +327,7 @@ def test_the_page_shows_the_runs_of_a_key(server: Server) -> None:
             losses.append(sum(one.result().metrics["loss:sum"] for one in parts) / 4)
 
     def get(path: str, key: str) -> httpx.Response:
-        return httpx.get(f"{server.url}{path}", auth=("anyone", key))
+        return httpx.get(f"{server.url}{path}", auth=("anyone", key), timeout=60)
 
     found = get("/data", KEYS[0]).json()
     run = next(one for one in found["runs"] if one["name"] == client.model_id)
@@ -337,5 +337,5 @@ def test_the_page_shows_the_runs_of_a_key(server: Server) -> None:
     assert client.model_id not in get("/", KEYS[1]).text
     assert get("/", "tml-other").status_code == 401
     damaged = {"authorization": b"Basic \xe9"}
-    assert httpx.get(server.url, headers=damaged).status_code == 401
-    assert httpx.get(server.url).headers["www-authenticate"].startswith("Basic")
+    assert httpx.get(server.url, headers=damaged, timeout=60).status_code == 401
+    assert httpx.get(server.url, timeout=60).headers["www-authenticate"].startswith("Basic")

@@ -52,7 +52,7 @@ def test_a_session_is_recorded_as_it_was_sampled(server: Server) -> None:
         )
         reward = {"reward": 2.0, "metrics": {"solved": 1}}
         httpx.post(
-            f"{server.url}/s/one/reward", json=reward, headers={"x-api-key": KEYS[0]}
+            f"{server.url}/s/one/reward", json=reward, headers={"x-api-key": KEYS[0]}, timeout=60
         ).raise_for_status()
         found = fetch(server, "/s/one").json()
         assert (found["reward"], found["metrics"]) == (2.0, {"solved": 1.0})

@@ -1,4 +1,3 @@
-import socket
 import sys
 import urllib.request
 from contextlib import contextmanager
@@ -6,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxrl.bridge import free_port
 from jaxrl.config.tracking import TrackingConfig
 from jaxrl.tracking import services
 from jaxrl.tracking.services import open_services
@@ -146,9 +146,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 
 
 def test_prometheus_reads_the_newest_metrics(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1', 0)}"
     config, said = TrackingConfig(prometheus=address), []
     (service,) = open_services(config, tmp_path / "run", resolved={}, note=said.append)
     service.write(1, {"reward": 0.25, "eval/accuracy": 0.5})
