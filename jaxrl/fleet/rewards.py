@@ -40,8 +40,10 @@ class RemoteReward(NamedTuple):
           RuntimeError: if no worker is there for five minutes.
         """
         count = len(completions)
-        parts = 1 if self.takes_all else min(count, _PARTS * self.workers.count)
-        ends = [count * i // parts for i in range(parts + 1)] if count else []
+        parts = min(count, 1 if self.takes_all else _PARTS * self.workers.count)
+        # The larger parts first, so that workers end at about the same time.
+        size, larger = divmod(count, max(1, parts))
+        ends = [size * i + min(i, larger) for i in range(parts + 1)]
         pieces = [slice(*pair) for pair in itertools.pairwise(ends)]
 
         def values(some: Sequence[slice]) -> list[list[float | str]]:

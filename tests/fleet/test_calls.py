@@ -1,13 +1,16 @@
 """Calls in workers that die: with workers of this process, which need no Ray."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.fleet import workers as module
+from jaxrl.fleet.rewards import RemoteReward, Spec
 from jaxrl.fleet.worker import _answer
 from jaxrl.fleet.workers import Died, Workers
 
@@ -205,3 +208,20 @@ def test_removal_is_no_death_of_its_calls_even_if_the_name_is_used_again(monkeyp
     free.set()
     assert call.result(SECONDS) is None
     assert workers.numbers()["fleet/deaths"] == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 12, 20, 23])
+def test_two_workers_take_half_the_time_of_one(count: int) -> None:
+    until = [0, 0]  # when each of the two is through, if a completion takes a second
+
+    def submit(function, spec, index, texts, rows, **tries):
+        until[until.index(min(until))] += len(texts)
+        done = Future()
+        done.set_result([float(len(text)) for text in texts])
+        return done
+
+    workers = SimpleNamespace(count=2, submit=submit)
+    reward = RemoteReward("length", 1.0, False, Spec((), (), 5.0, "reward.path"), 0, workers)
+    texts = ["a" * i for i in range(count)]
+    assert reward.apply(texts, [{}] * count) == list(range(count))
+    assert max(until) == math.ceil(count / 2)
