@@ -16,6 +16,7 @@ class MultihostSampler(Sampler):
             return list(sampler.sample_turns(turns, params))
 
         self._sampler, self._sample_turns = sampler, hosts.on_all(sample_turns)
+        self.records_kept = sampler.records_kept
 
     @property
     def version(self) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 import jaxrl
 from jaxrl.core.batch import Rollout, from_json, to_json
+from jaxrl.core.hosts import Hosts
 from jaxrl.core.kept import decode, encode, most_kept
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.packing import SHARED, MinibatchShape, pack, pack_minibatch, unpack
@@ -22,7 +23,9 @@ from jaxrl.learner.policy import make_learner
 from jaxrl.losses import objective, over_sampler, reinforce, score_centering, token_sum, unclipped
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import Completion, SamplingParams
+from jaxrl.sampling.embedded.one_at_a_time import OneAtATime
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from jaxrl.sampling.multihost import MultihostSampler
 from tests import tiny
 
 TEMPERATURE, VOCAB = 0.8, tiny.CONFIG.vocab_size
@@ -190,3 +193,5 @@ def test_what_a_record_has_no_room_for_is_refused():
     whole = next(sampler.sample(PROMPTS, SamplingParams(max_tokens=2), group_size=1))
     assert whole.kept is None
     assert jaxrl.EmbeddedSampler(MODEL, tiny.params()).records_kept is False
+    wrapped = OneAtATime(sampler, jax.devices()[0]), MultihostSampler(sampler, Hosts())
+    assert [one.records_kept for one in wrapped] == [True, True]

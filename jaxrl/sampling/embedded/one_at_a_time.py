@@ -20,6 +20,7 @@ class OneAtATime(Sampler):
     def __init__(self, sampler: Sampler, device: Any) -> None:
         """Wraps a sampler whose first `jax.Device` is `device`."""
         self._sampler, self._device, self._busy = sampler, device, threading.Lock()
+        self.records_kept = sampler.records_kept
 
     @property
     def version(self) -> int:
