@@ -7,7 +7,7 @@
 # Checked by shellcheck and with a stand-in for gcloud; not run on a slice. Paths in the config are
 # paths on the hosts; run_dir lies on shared storage, such as a bucket mounted with gcsfuse.
 #
-# jaxrl sets flags of XLA for TPUs itself and prints them (docs/results/chips.md). A flag that LIBTPU_INIT_ARGS
+# jaxrl sets flags of XLA for TPUs itself; --verbose prints them (docs/results/chips.md). A flag that LIBTPU_INIT_ARGS
 # names on a host is left to it; JAXRL_COMPILER_FLAGS=0 leaves them out.
 set -euo pipefail
 
