@@ -11,9 +11,10 @@ class EnvironmentConfig(OpenSection):
     """The environment of multi-turn episodes; further keys of this table are its arguments."""
 
     name: str | None = None
-    """An environment in jaxrl.environments.builtin (`agent` lets the policy call tools,
-    `text_game` plays a text game), `file.py:Class` or `package.module:Class`. Without one, every
-    rollout is a single turn."""
+    """An environment in jaxrl.environments.builtin (`agent` lets the policy call tools, `text_game`
+    plays a text game, `gateway` runs an agent that talks to OpenAI's or Anthropic's API, `openenv`
+    and `verifiers` play those libraries' environments), `file.py:Class` or `package.module:Class`.
+    Without one, every rollout is a single turn."""
 
     tools: Texts = ()
     """Tools that the policy can call: `calculator`, `python` (in the sandbox), `search:FILE` (over
