@@ -214,6 +214,6 @@ def _state(
 
 
 def _alarm_line(alarm: Mapping[str, Any]) -> str:
-    done = {"log": "", "replayed": ""}.get(alarm["action"], f"; {alarm['action']}")
+    done = "" if alarm["action"] == "log" else f"; {alarm['action']}"
     back = f" to step {alarm['to']}" if "to" in alarm else ""
     return f"step {alarm['at']}: {alarm['title']}: {alarm['text']}{done}{back}"

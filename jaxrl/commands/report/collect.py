@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.commands.paths import config_of
 from jaxrl.commands.report.charts import drawn
-from jaxrl.diagnostics import LIMITS, RULES, Cause, History, Series, replay_alarms
+from jaxrl.diagnostics import RULES, Cause, History, Series
 from jaxrl.tracking.tracker import read_metrics
 
 _MOST_SAMPLED_STEPS = 40
@@ -74,14 +74,8 @@ def _rollbacks(run_dir: Path) -> list[int]:
 
 
 def alarms(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lists the alarms in a run's metrics, or those that a run without alarms would have raised."""
-    found = [entry["event"] for entry in entries if "event" in entry]
-    if not found and not any("diversity/distinct" in entry for entry in entries):
-        found = [
-            {**alarm._asdict(), "alarm": alarm.name, "at": alarm.step, "action": "replayed"}
-            for alarm in replay_alarms(entries, LIMITS)
-        ]
-    return [_explained(event) for event in found]
+    """Lists the alarms in a run's metrics."""
+    return [_explained(entry["event"]) for entry in entries if "event" in entry]
 
 
 def _explained(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,13 +46,6 @@ def test_two_runs_on_one_page(runs, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
-def test_run_without_alarms_is_checked_afterwards(tmp_path):
-    entries = [{"step": s, "reward": 0.1, "kl": 0.02 if s < 50 else 3.0} for s in range(1, 60)]
-    write(tmp_path / "metrics.jsonl", entries)
-    found = collect(tmp_path, name="old")["alarms"]
-    assert [(a["alarm"], a["at"], a["action"]) for a in found] == [("kl_spike", 50, "replayed")]
-
-
 def test_unknown_alarm_is_shown_by_its_name(tmp_path):
     event = {**ALARM, "alarm": "of_tomorrow", "text": "it is late"}
     write(

@@ -39,7 +39,7 @@ function title(run) {
 function markRepeated(events) {
   const first = new Map();
   for (const event of events) {
-    const quiet = ["log", "replayed"].includes(event.action), kind = `${event.alarm} ${event.rollback}`;
+    const quiet = event.action === "log", kind = `${event.alarm} ${event.rollback}`;
     event.repeated = quiet && first.has(kind);
     event.repeats = [];
     if (event.repeated) first.get(kind).repeats.push(event.at);
@@ -54,7 +54,7 @@ function listed(steps) {
 }
 
 function alarm(run, event) {
-  const done = { log: "", replayed: "", pause: "paused", stop: "stopped", rollback: event.number ? `rollback ${event.number}` : "rolled back" }[event.action] ?? event.action;
+  const done = { log: "", pause: "paused", stop: "stopped", rollback: event.number ? `rollback ${event.number}` : "rolled back" }[event.action] ?? event.action;
   const more = [event.more, event.to == null ? "" : `back to step ${event.to} with ${Object.entries(event.changes).map(([k, [old, now]]) => `${k} ${old} -> ${now}`).join(", ")}`].filter(Boolean).join("; ");
   const said = [`${RUNS.length > 1 ? run.name + ", " : ""}step ${event.at}: ${event.title}`, done, event.rollback ? `discarded by rollback ${event.rollback}` : ""];
   return element("div", { className: `card alarm${event.rollback ? " discarded" : ""}` }, [
