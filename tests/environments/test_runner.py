@@ -28,9 +28,7 @@ from tests import tiny
 from tests.environments.deadlines import SECONDS, expire
 
 PARAMS = SamplingParams(max_tokens=40, stop=((1,),), seed=3)
-LIMITS = EpisodeLimits(
-    max_turns=4, max_tokens=40, max_prompt_tokens=20, timeout=SECONDS, vocab_size=64
-)
+LIMITS = EpisodeLimits(4, 40, max_prompt_tokens=20, timeout=SECONDS, vocab_size=64)
 EXAMPLES = {
     number: Example(np.arange(2, 2 + n, dtype=np.int32), {"prompt": n}, {})
     for number, n in ((7, 3), (9, 5), (12, 8))

@@ -17,21 +17,9 @@ from jaxrl.sampling.base import Completion, SamplingParams, Turn
 from jaxrl.sampling.stop_texts import StopTexts
 from jaxrl.sampling.vllm.sampler import SamplerError, VllmSampler
 from tests import tiny
-from tests.sampling.standin import Reply, Server, choice, respond
+from tests.sampling.standin import SECONDS, Reply, Server, choice, respond, together
 
-SECONDS = 100.0  # within which everything happens on the busiest machine
 PARAMS = SamplingParams(max_tokens=8, seed=3, stop=((1,), (5, 6)))
-
-
-def together(count: int) -> Reply:
-    """Answers once `count` requests are there."""
-    meet = threading.Barrier(count)
-
-    def reply(body: dict[str, Any]) -> tuple[int, str]:
-        meet.wait(SECONDS)
-        return respond(body)
-
-    return reply
 
 
 def failing(*statuses: int) -> Reply:
