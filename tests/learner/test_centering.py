@@ -62,6 +62,16 @@ def test_term_equals_the_sum_over_the_vocabulary(precision):
     assert share == pytest.approx(float(drift / optax.tree.norm(plain)), rel=1e-3)
 
 
+def test_a_learner_in_f16_has_the_drift_of_one_in_f32():
+    """Both against the same sampler in bf16. At f16's loss scale of 65536 the gradient's sum over
+    the tokens is infinite, and a divisor that was not finite counted as 1."""
+    found, expected = (
+        float(jax.jit(make_drift(MODEL, precision=precision))(tiny.params(), BATCH))
+        for precision in ("fp16_master,sampler=bf16,wire=f32", "phantom")
+    )
+    assert found == pytest.approx(expected, rel=0.02)
+
+
 def test_matched_sampler_has_no_drift():
     """E_p[grad log p] = 0: only roundings remain."""
     centred, metrics = gradient(reinforce() + score_centering(), "fp32")

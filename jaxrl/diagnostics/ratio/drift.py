@@ -1,5 +1,6 @@
 """The drift of a mismatched sampler, as a share of the policy gradient (arXiv:2609.20807)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import optax
 
 from jaxrl.core.batch import Minibatch
+from jaxrl.core.loss_scale import LossScaleSpec
 from jaxrl.core.precision import Precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses.aggregation import token_sum
@@ -25,9 +27,11 @@ def make_drift(
 
     q is the distribution of the published weights in the sampler's dtypes, and the mean is over the
     whole vocabulary (`score_centering`). It is 0 if learner and sampler compute alike, up to
-    rounding; 1 means a drift as large as the gradient. It costs two backward passes and the
-    shadow's forward pass. `options` are further ones of `make_learner`.
+    rounding; 1 means a drift as large as the gradient; NaN if a gradient is not finite. It costs
+    two backward passes and the shadow's forward pass. `options` are further ones of `make_learner`.
     """
+    # A sum over tokens is thousands of times the mean that a loss scale is made for.
+    precision = dataclasses.replace(Precision.of(precision), loss_scale=LossScaleSpec())
 
     def norm(loss: TokenLoss) -> Callable[[Any, Minibatch], jax.Array]:
         learner = make_learner(
@@ -48,6 +52,6 @@ def make_drift(
 
     def share(params: Any, minibatch: Minibatch) -> jax.Array:
         size = whole(params, minibatch)
-        return drift(params, minibatch) / jax.numpy.where(size > 0, size, 1)
+        return drift(params, minibatch) / jax.numpy.where(size == 0, 1, size)
 
     return share
