@@ -122,7 +122,8 @@ def normalized(weights: Weights, aggregation: Aggregation) -> Weights:
         counted = aggregation.weights(batch)
         total = jnp.sum(jnp.where(counted != 0, found, 0) * counted)
         mean = total / jnp.maximum(aggregation.denominator(batch), 1)
-        return jnp.where(mean > 0, found / jnp.where(mean > 0, mean, 1), 0), metrics
+        # A mean that is not a number stays one, so that the step is skipped and counted.
+        return jnp.where(mean == 0, 0, found / jnp.where(mean == 0, 1, mean)), metrics
 
     return Weights(weights.needs, apply, weights.weighted)
 

@@ -89,6 +89,14 @@ def test_weights_of_nothing_are_not_divided():
     assert float(goal.total(scores, batch)[0]) == 0
 
 
+def test_weights_that_are_no_numbers_are_not_taken_for_none():
+    """A loss of 0 has a finite gradient: the step would count as taken."""
+    scores, batch = case(anchor=np.array([-2.0, np.nan, -2.0, -2.0, -2.0]))
+    weights = normalized(truncated(anchor_over_sampler, high=2.0), token_mean)
+    (found,) = objective(weights * reinforce(), token_mean).survey(scores, batch)[0].whole.values()
+    assert np.isnan(found).all()
+
+
 @pytest.mark.parametrize(("sign", "k", "lam"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
 def test_gamma_weights(sign, k, lam):
     scores, batch = case()
