@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxrl.diagnostics.ratio.split import LogRatio, Split, split_log_ratio
+from jaxrl.core.packing import MinibatchShape
+from jaxrl.diagnostics.ratio.shape_noise import shape_noise
+from jaxrl.diagnostics.ratio.split import LogRatio, Split, moments, split_log_ratio
+from tests import tiny
 
 
 def tokens(alpha, beta, *, advantages, sampler=None, sequences=None) -> LogRatio:
@@ -137,3 +140,17 @@ def test_tokens_leave_out_unscored_ones():
     found = parts.tokens()
     assert found.learner.tolist() == [1, 3, 4, 6]
     assert found.sequences.tolist() == [0, 1, 2, 3]
+
+
+def test_a_microbatch_without_actions_has_no_moments():
+    """As with `train.mask_truncated`, where the first completions of a run are all truncated."""
+    rollouts = tiny.rollouts(4)
+    masked = [r._replace(action_mask=r.action_mask & (i > 1)) for i, r in enumerate(rollouts)]
+    shape = MinibatchShape(row_length=24, rows_per_microbatch=2)
+    noise = shape_noise(
+        lambda minibatch: minibatch.batch.advantages,
+        masked,
+        shape=shape,
+        scores=np.zeros((4, 24), np.float32),
+    )
+    assert moments("shape_noise", noise) == {}

@@ -33,7 +33,8 @@ def shape_noise(
     shape, whose log-probs by `score` (see `Learner.score`) are `scores`, f32[N, T].
 
     Returns:
-      f64[M], the first log-probs of the action tokens minus the second.
+      f64[M], the first log-probs of the action tokens minus the second; M may be 0, where all
+      completions of the microbatch are masked.
     """
     some, longer = rollouts[: shape.rows_per_microbatch], longer_rows(shape)
     again = fetch(score(pack_minibatch(some, [0.0] * len(some), shape=longer)))

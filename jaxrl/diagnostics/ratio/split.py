@@ -159,7 +159,10 @@ def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, f
 
 
 def moments(name: str, values: np.ndarray) -> dict[str, float]:
-    """Computes the mean NAME, NAME_std and, of the magnitude, NAME_p99 of values f[N]."""
+    """Computes the mean NAME, NAME_std and, of the magnitude, NAME_p99 of values f[N]; {} for N =
+    0."""
+    if not values.size:
+        return {}
     return {
         name: float(values.mean()),
         f"{name}_std": float(values.std()),
