@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxrl.commands.doctor.budget import _advice
 from jaxrl.core.precision import PRESETS, Precision, check_products
-from jaxrl.diagnostics.ratio.frontier import Choice, candidates, cheapest, frontier
+from jaxrl.diagnostics.ratio.frontier import Choice, candidates, cheapest, draw_frontier, frontier
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -27,6 +28,16 @@ def test_frontier_holds_what_nothing_beats(seed):
         under = [one.cost for one in choices if one.beta <= bound]
         best = cheapest(choices, bound=bound)
         assert (best.cost if best else None) == min(under, default=None)
+
+
+def test_a_policy_that_overflows_beats_nothing():
+    """The cheapest one of f16 gives NaN on a model whose activations it cannot hold."""
+    others = [Choice("b", 0.1, 2.0), Choice("c", 0.05, 3.0)]
+    choices = [Choice("a", float("nan"), 1.0), *others]
+    assert frontier(choices) == others
+    assert cheapest(choices, bound=0.07) == others[1]
+    assert _advice(choices, None, bound=0.01).startswith("No beta stays under 0.01 nats. c has")
+    draw_frontier(choices, bound=0.07, cost="seconds")
 
 
 def test_candidates_can_be_computed_and_differ():

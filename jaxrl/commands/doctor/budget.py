@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from math import prod
+from math import isnan, prod
 from pathlib import Path
 
 import jax
@@ -110,7 +110,7 @@ def _table(choices: Sequence[Choice], *, bound: float) -> str:
 
 def _advice(choices: Sequence[Choice], best: Choice | None, *, bound: float) -> str:
     if best is None:
-        least = min(choices, key=lambda one: one.beta)
+        least = min(choices, key=lambda one: (isnan(one.beta), one.beta))
         return (
             f"No beta stays under {bound:g} nats. {least.name} has the smallest, {least.beta:.1e}: "
             "raise the bound, or set loss.ratio = 'shadowed' or 'on_policy'."

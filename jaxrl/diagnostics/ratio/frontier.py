@@ -1,5 +1,6 @@
 """The frontier of dtype policies: the smallest beta that each cost buys."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,12 +44,16 @@ def candidates(platform: str, *, devices: int = 1, blocks: Sequence[str] = ()) -
 
 def frontier(choices: Sequence[Choice]) -> list[Choice]:
     """Selects the choices that no other one beats in cost and in beta, the cheapest first. Of equal
-    ones the first counts."""
+    ones the first counts. A beta that is NaN, of a policy that overflows, beats nothing."""
     kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda one: (one.cost, one.beta)):
+    for choice in sorted(_known(choices), key=lambda one: (one.cost, one.beta)):
         if not kept or choice.beta < kept[-1].beta:
             kept.append(choice)
     return kept
+
+
+def _known(choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if not math.isnan(choice.beta)]
 
 
 def cheapest(choices: Sequence[Choice], *, bound: float) -> Choice | None:
@@ -72,7 +77,7 @@ def draw_frontier(choices: Sequence[Choice], *, bound: float, cost: str) -> Figu
         label="frontier",
     )
     panel.axhline(bound, color="0.4", linewidth=0.8, linestyle=":", label=f"bound, {bound:g}")
-    for choice in choices:
+    for choice in _known(choices):
         place = choice.cost, max(choice.beta, floor)
         panel.scatter(*place, s=18, color="#1f5fbf" if choice in line else "0.6")
         panel.annotate(choice.name, place, fontsize=7, xytext=(4, 3), textcoords="offset points")
