@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.advantages import AdvantageEstimator, Outcomes, estimate
-from jaxrl.core.batch import Minibatch, Rollout
+from jaxrl.core.batch import Minibatch, Rollout, chains
 from jaxrl.core.buckets import length_bucket
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 
@@ -22,7 +22,7 @@ def minibatch(
     """Estimates advantages and packs rollouts into rows.
 
     The minibatch has room for one rollout per row, so the learner's step compiles once per number
-    of rollouts.
+    of rollouts. A rollout with branches is several sequences, which share its advantage.
 
     Args:
       rollouts: N rollouts with their rewards.
@@ -34,12 +34,17 @@ def minibatch(
     Raises:
       ValueError: if a rollout is longer than a row; the message names it.
     """
+    whole = [chains(rollout) for rollout in rollouts]
+    episodes = np.repeat(np.arange(len(whole)), [len(one) for one in whole])
+    rollouts = [one for found in whole for one in found]
     if row_length is None:
         row_length = length_bucket(max(r.length for r in rollouts), step=16)
     outcomes = Outcomes(
-        rewards=np.array([r.reward for r in rollouts]),
+        # The reward of an episode of several sequences counts once.
+        rewards=np.where(np.diff(episodes, append=-1) != 0, [r.reward for r in rollouts], 0.0),
         groups=np.array([r.group for r in rollouts]),
         action_masks=[r.action_mask for r in rollouts],
+        episodes=episodes if len(rollouts) > len(whole) else None,
     )
     if rows_per_microbatch is None:
         rows_per_microbatch = max(1, min(len(rollouts), _TOKENS // row_length))

@@ -12,6 +12,7 @@ from jaxrl.core.batch import Rollout, chains, given_rollout
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.environments.episodes.base import EpisodeError, EpisodeLimits, Step
 from jaxrl.environments.episodes.episode import EpisodeBuilder, environment_reward
+from jaxrl.learner.minibatches import minibatch
 from jaxrl.learner.policy import make_learner
 from jaxrl.losses import dapo
 from jaxrl.sampling.base import Completion, TurnCache
@@ -122,6 +123,17 @@ def test_a_critics_values_follow_the_sequences_of_an_episode():
     # With gamma = lam = 1: the reward of the episode less the value before each token.
     for one, value, mask in zip(found, values, masks, strict=True):
         np.testing.assert_allclose(np.asarray(one)[mask], 2.0 - value[mask], atol=1e-5)
+
+
+def test_a_minibatch_holds_all_sequences_of_its_rollouts():
+    branched, _ = episode(*TREES["a tree"])
+    plain, _ = episode(*TREES["one"], seed=1)
+    rollouts = [branched._replace(reward=1.0), plain._replace(reward=0.0)]
+    batch = minibatch(rollouts, group_relative).batch
+    found = np.asarray(batch.advantages)[np.asarray(batch.action_mask)]
+    turns = [2 * len(TREES["a tree"][0]), 3 * len(TREES["one"][0])]  # actions of each episode
+    whole = group_relative(np.array([1.0, 0.0]), np.zeros(2, int))
+    assert sorted(found) == sorted(np.repeat(whole, turns))
 
 
 @pytest.mark.parametrize("name", TREES)
