@@ -17,7 +17,7 @@ from jaxrl.losses.imitation import (
     observation_likelihood,
     positive_likelihood,
 )
-from jaxrl.losses.objectives import Aggregation, Objective
+from jaxrl.losses.objectives import Aggregation, Objective, objective
 from jaxrl.losses.ratios import Ratio
 from jaxrl.losses.regularizers import KLEstimator, entropy_bonus, k3, kl_penalty, load_balance
 from jaxrl.losses.selections import top_entropy
@@ -186,7 +186,8 @@ def with_terms(recipe: Recipe, **terms: Any) -> Recipe:
     )
     if add.rejection is not None:
         among = add.rejection if goal.among is None else both(goal.among, add.rejection)
-        goal = dataclasses.replace(goal, among=among)
+        checked = objective(goal.loss, goal.aggregation, among=among)
+        goal = dataclasses.replace(goal, among=checked.among)
     if add.positive_nll:
         goal = goal + add.positive_nll * positive_likelihood()
     if add.nll:

@@ -12,6 +12,7 @@ from jaxrl.losses import (
     clipped,
     error_within,
     geometric,
+    grpo,
     k2_sum_within,
     k2_within,
     k3_sum_within,
@@ -30,10 +31,12 @@ from jaxrl.losses import (
     reweight,
     sequence,
     token_mean,
+    top_entropy,
     total_variation,
     truncated,
     trust_region,
     vetoed,
+    with_terms,
     within,
 )
 from jaxrl.losses.algebra import Weights
@@ -205,3 +208,9 @@ def test_presets_change_nothing_where_the_sampler_agrees(name):
     factors, _ = applied(PARTS[Weights][name], ratios=[1.0, 1.0, np.nan])
     np.testing.assert_array_equal(factors, np.ones(3))
     assert PARTS[Weights][name] is getattr(presets, name)
+
+
+def test_weights_of_the_whole_batch_are_no_rejection():
+    """A rejection is one already; the error came from within the step."""
+    with pytest.raises(ValueError, match=r"among=top_entropy\(0\.2\) is computed over the whole"):
+        with_terms(grpo(), rejection=top_entropy(0.2))
