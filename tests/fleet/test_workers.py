@@ -26,7 +26,7 @@ from jaxrl.training.rollouts.stream import Stream
 from tests.fleet.served_groups import open_source, reply, write_material
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     # Ray forks, while jax may run in this process already; the child starts a program at once.
     pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
 ]
@@ -39,7 +39,7 @@ def length(text, row):
     if text == "raise":
         raise KeyError(row["answer"])
     if text == "slow":
-        time.sleep(9)
+        time.sleep(60)
     if text == "nan":
         return float("nan")
     return len(text) / 7 + row["answer"]
@@ -94,7 +94,7 @@ def workers(cluster, tmp_path_factory) -> Iterator[Workers]:
         ray.shutdown()
 
 
-def both(workers, names, tmp_path_factory, *, timeout=5.0, texts, rows):
+def both(workers, names, tmp_path_factory, *, timeout, texts, rows):
     paths = [f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:{n}" for n in names]
     there = load_remote_rewards(workers, paths, timeout=timeout)
     here = load_rewards(paths, timeout=timeout)
@@ -105,7 +105,7 @@ def test_scores_equal_those_of_this_process(workers, tmp_path_factory):
     texts = ["a", "raise", "bb", "nan", "ccc", "slow", *("d" * i for i in range(20))]
     rows = [{"answer": i} for i in range(len(texts))]
     names = ["length", "later", "rank"]
-    there, here = both(workers, names, tmp_path_factory, timeout=1.0, texts=texts, rows=rows)
+    there, here = both(workers, names, tmp_path_factory, timeout=5.0, texts=texts, rows=rows)
     np.testing.assert_array_equal(there.total, here.total)
     assert there.failures == here.failures == {"length": 3, "later": 0, "rank": 0}
     for name, values in here.components.items():
@@ -138,7 +138,7 @@ def test_costly_rewards_run_side_by_side(workers, tmp_path, tmp_path_factory):
 
 def test_worker_that_is_added_takes_load_until_it_is_removed(workers):
     def seen(*, until):
-        found, late = set(), time.monotonic() + 60
+        found, late = set(), time.monotonic() + 200
         while not until(found):
             assert time.monotonic() < late, (found, workers.count)
             calls = [workers.submit(os.getpid) for _ in range(8)]
