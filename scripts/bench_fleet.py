@@ -6,7 +6,8 @@
 Workers are simulated: each has 4 groups of 8 completions at once, whose episodes sleep 2 s, and
 servers write --rate tokens/s in all. The rest is what a run does with `rollouts.max_staleness = 1`:
 admission, calls, results, rewards' metrics, advantages, packing, metrics of the step. There is no
-model: a step of the learner takes no time. A batch has as many groups as are in flight.
+model: a step of the learner takes no time. A batch has twice as many groups as are in flight, so
+that workers always have some.
 With --ray the workers are processes of a real Ray on this machine, which play such groups.
 
 --tokenizer DIR decodes completions with a model's tokenizer; metrics of format need the texts.
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--environment", type=float, default=2.0, help="seconds of a group")
     parser.add_argument("--rate", type=float, default=1e7, help="tokens/s of all servers")
     parser.add_argument("--tokens", type=int, default=1000, help="mean length of a completion")
-    parser.add_argument("--batch", type=int, help="groups of a step; all in flight by default")
+    parser.add_argument("--batch", type=int, help="groups of a step")
     parser.add_argument("--ray", action="store_true", help="real workers")
     parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer")
     parser.add_argument("--picture", type=Path)
@@ -78,7 +79,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
     """Runs a fleet of simulated workers; returns and writes its rates."""
-    batch = options.batch or SLOTS * workers
+    batch = options.batch or 2 * SLOTS * workers
     config = read_config(options.directory, workers=workers, batch=batch, tokens=options.tokens)
     tokenizer = Checkpoint(config.model.path).tokenizer
     if options.tokenizer is not None:
@@ -103,6 +104,7 @@ def measure(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
         "completions/s": found["groups"] * GROUP / took,
         "groups/s": found["groups"] / took,
         "steps": found["steps"],
+        "completions": found["groups"] * GROUP,
         "MB/s to workers": (field.received - received) / took / 1e6,
         "MB/s from workers": (field.sent - sent) / took / 1e6,
         "MB/s through the object store": (field.stored - stored) / took / 1e6,

@@ -1,11 +1,14 @@
 """Workers of a fleet that sleep and count instead of playing: they cost the process little."""
 
+import contextlib
 import heapq
+import multiprocessing
 import pickle
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,58 +29,64 @@ class Pace(NamedTuple):
 
 
 class Field:
-    """The simulated workers and servers: one thread that answers each call when it is due."""
+    """The simulated workers and servers: a process that answers each call when it is due, as those
+    of a cluster leave the learner's processor to it."""
 
     def __init__(self, pace: Pace, *, seed: int = 0) -> None:
-        self._pace, self._random = pace, np.random.default_rng(seed)
-        self._due: list[tuple[float, int, Future[bytes], bytes]] = []
-        self._changed, self._number = threading.Condition(), 0
-        self._served = 0.0  # when the servers are through with what they have
-        self._open = True
-        self.received = self.sent = self.stored = self.groups = 0  # bytes and groups
-        self.thread = threading.Thread(target=self._run, name="simulation", daemon=True)
-        self.thread.start()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        process = context.Process(target=simulate, args=(theirs, pace, seed), daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process is noticed
+        self._answers: dict[int, Future[bytes]] = {}
+        self.received = self.sent = self.stored = self._number = 0  # bytes, and calls
+        threading.Thread(target=self._receive, name="answers", daemon=True).start()
 
     def actor(self) -> Any:
         """Returns a worker, with the methods of an actor of Ray that `Workers` calls."""
         return Actor(call=Method(self._call), awake=Method(_awake))
 
     def close(self) -> None:
-        """Ends the thread; calls get no answers any more."""
-        with self._changed:
-            self._open = False
-            self._changed.notify()
-        self.thread.join()
+        """Ends the process; calls get no answers any more. Call it after the last call."""
+        self._pipe.send(None)
 
     def _call(self, request: bytes) -> "Future[bytes]":
-        answer, pace = Future[bytes](), self._pace
-        with self._changed:
-            self._number += 1
-            self.received += len(request)
-            slept = time.monotonic() + pace.environment * self._random.uniform(0.5, 1.5)
-            heapq.heappush(self._due, (slept, self._number, answer, request))
-            self._changed.notify()
+        """Sends a call; one thread makes all of them."""
+        self._number += 1
+        self._answers[self._number] = answer = Future[bytes]()
+        self.received += len(request)
+        self._pipe.send((self._number, request))
         return answer
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._open and (not self._due or self._due[0][0] > time.monotonic()):
-                    left = self._due[0][0] - time.monotonic() if self._due else None
-                    self._changed.wait(left)
-                if not self._open:
-                    return
-                _, _, answer, request = heapq.heappop(self._due)
-            _, (_, servers, group) = pickle.loads(request)
-            played = play(servers, group, pace=self._pace, random=self._random)
-            tokens = sum(len(r.completion) for r in played.rollouts)
-            self._served = max(self._served, time.monotonic()) + tokens / self._pace.rate
-            reply = pickle.dumps(played)
-            self.sent += len(reply)
-            self.groups += 1
-            if (late := self._served - time.monotonic()) > 0:  # the servers are behind
-                time.sleep(late)
-            answer.set_result(reply)
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                number, reply = self._pipe.recv()
+                self.sent += len(reply)
+                self._answers.pop(number).set_result(reply)
+
+
+def simulate(pipe: Connection, pace: Pace, seed: int) -> None:
+    """Answers calls until None comes."""
+    random, served = (
+        np.random.default_rng(seed),
+        0.0,
+    )  # when servers are through with what they have
+    due: list[tuple[float, int, bytes]] = []
+    while True:
+        while pipe.poll(max(0.0, due[0][0] - time.monotonic()) if due else None):
+            if (call := pipe.recv()) is None:
+                return
+            slept = time.monotonic() + pace.environment * random.uniform(0.5, 1.5)
+            heapq.heappush(due, (slept, *call))
+        _, number, request = heapq.heappop(due)
+        _, (_, servers, group) = pickle.loads(request)
+        played = play(servers, group, pace=pace, random=random)
+        tokens = sum(len(r.completion) for r in played.rollouts)
+        served = max(served, time.monotonic()) + tokens / pace.rate
+        if (late := served - time.monotonic()) > 0:  # the servers are behind
+            time.sleep(late)
+        pipe.send((number, pickle.dumps(played)))
 
 
 def play_asleep(setup: bytes, servers: Servers, group: Group) -> Played:
