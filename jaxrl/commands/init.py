@@ -59,13 +59,13 @@ REWARD = '''\
 
 
 def score(completion: str, example: dict) -> float:
-    """Returns 1 if the completion ends with the answer; `example` is the row of the data."""
-    return float(completion.strip().rstrip(".").endswith(example["answer"]))
+    """Returns 1 if the completion's last word is the answer; `example` is the row of the data."""
+    return float(completion.strip().rstrip(".").split()[-1:] == [example["answer"]])
 '''
 
 ROWS = [
     {"question": f"What is {a} + {b}?", "answer": str(a + b)}
-    for a, b in zip(range(12, 92, 5), range(87, 7, -5), strict=True)
+    for a, b in zip(range(12, 92, 5), range(87, 39, -3), strict=True)
 ]
 
 

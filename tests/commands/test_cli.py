@@ -169,11 +169,13 @@ def test_init_writes_a_run_that_loads(tmp_path, monkeypatch, capsys):
     config = toml_file.load(Config, file="config.toml")
     *_, reward = config.reward.path
     score = plugins.load_function(reward, builtin=builtin, key="reward.path")
-    for line in Path(config.data.path).read_text().splitlines():
-        row = json.loads(line)
+    rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
+    for row in rows:
         assert row[config.data.prompt_key]
         assert score(f"It is {row['answer']}.", row) == 1
+        assert score(f"It is 1{row['answer']}.", row) == 0
         assert score("I do not know.", row) == 0
+    assert len({row["answer"] for row in rows}) == len(rows)  # no answer is right for two
     assert main(["init"]) == 1
     assert "config.toml, rewards.py, data.jsonl: exists" in capsys.readouterr().err
 
