@@ -25,9 +25,9 @@ JAXRL_TRACEBACK=1 to get tracebacks with errors.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    0 is success, 1 an error in the user's input, 2 an unreadable command line, 3 and 4 a pause and
-    a stop by an alarm (`jaxrl train`), 5 a run that does not fit (`jaxrl plan`), and 128 + N the
-    end by signal N.
+    0 is success, 1 an error, 2 an unreadable command line, 3 and 4 a pause and a stop by an alarm
+    (`jaxrl train` and `watch`), 3 also a certificate or a bound that was missed (`jaxrl doctor`), 5
+    a run that does not fit (`jaxrl plan`), and 128 + N the end by signal N.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
