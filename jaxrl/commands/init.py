@@ -19,7 +19,7 @@ precision = "bf16_master"  # bf16 arithmetic, f32 master weights; or fp32, fp16_
 run_dir = "runs/first"     # the trained model, checkpoints and metrics
 
 [model]
-path = "Qwen/Qwen3-0.6B"   # on the Hugging Face hub, or a directory
+path = "Qwen/Qwen2.5-0.5B-Instruct"  # on the Hugging Face hub, or a directory
 
 [data]
 path = "data.jsonl"        # one row per line; or "data/*.parquet", or the hub: "openai/gsm8k:main"
@@ -37,7 +37,7 @@ name = "grpo"              # jaxrl losses lists the others
 # kl = 0.001               # keeps the policy near the initial model
 
 [sampling]
-max_tokens = 128
+max_tokens = 128           # a model that thinks first, such as Qwen3, needs thousands
 
 [train]
 steps = 100
