@@ -91,7 +91,7 @@ class SamplerConfig(ServerConfig):
     it can use."""
 
     expert: PositiveInt | None = None
-    """Shards of the embedded sampler's experts, likewise."""
+    """Shards of the embedded sampler's experts, on the same mesh; if absent, chosen as `tensor`."""
 
     url: Texts = ()
     """Addresses of running servers (`jaxrl serve`), such as http://127.0.0.1:8000. If empty, the

@@ -109,7 +109,7 @@ class Fork(NamedTuple):
 
 
 def find_fork(text: str | None, config: Config | SupervisedConfig) -> Fork | None:
-    """Finds the checkpoint RUN or RUN@STEP that a run shall start from; None if it has a checkpoint
+    """Finds the checkpoint RUN or RUN@STEP that a run starts from; None if it has a checkpoint
     of its own, which it resumes, or without a text.
 
     Raises:
