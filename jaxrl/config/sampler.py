@@ -126,6 +126,10 @@ class SamplerConfig(ServerConfig):
             check_url(value)
         return value
 
+    def publishes_to(self, address: str) -> bool:
+        """Tells if an address is one of `url`, whose servers get the learner's weights."""
+        return address.rstrip("/") in {url.rstrip("/") for url in self.url}
+
     def _contradictions(self) -> Iterator[str]:
         for url in self.url:
             if not is_http_address(url):

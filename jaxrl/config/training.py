@@ -165,16 +165,7 @@ def _own_meshes(c: Config) -> Iterator[str]:
             f"reward_mesh is for a model in a directory, and reward.model = {c.reward.model!r}; "
             "leave reward_mesh out"
         )
-    if url is not None and c.sampling.temperature != 1:
-        yield (
-            f"reference.server = {url!r} and sampling.temperature = {c.sampling.temperature:g}: "
-            "vLLM scores given tokens only at a temperature of 1; leave one of the two out"
-        )
-    if url is not None and c.sampling.truncated:
-        yield (
-            f"reference.server = {url!r} and sampling.top_p, top_k or min_p: vLLM scores given "
-            "tokens only over the whole vocabulary; leave one of the two out"
-        )
+    yield from c.reference.conflicts(c.sampling)
     for name, mesh in own.items():
         if c.microbatch_rows % (shards := mesh.batch_shards(c.precision.sums)):
             yield (
@@ -350,6 +341,12 @@ def _weight_sync(c: Config) -> Iterator[str]:
             yield (
                 f"{key} = {found.text!r}: weights in 8 bits need sampler.name = 'embedded' and "
                 "lora.rank = 0; give wire another dtype"
+            )
+    for key, url in (("reference.server", c.reference.server), ("reward.model", c.reward.model)):
+        if url is not None and c.sampler.publishes_to(url):
+            yield (
+                f"{key} = {url!r} is in sampler.url, whose servers get the learner's weights; "
+                "start one for it alone"
             )
     reasons = {
         f"rollouts.max_staleness = {c.rollouts.max_staleness}: the server samples while the "

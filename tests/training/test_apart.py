@@ -120,6 +120,13 @@ def test_a_reference_on_a_server_is_the_initial_model(material, url, tmp_path):
             {"reference.server": "http://h:1", "reference_mesh.data": 1},
             "reference_mesh and reference.server",
         ),
+        *(
+            (
+                {key: "http://h:1", "sampler.name": "vllm", "sampler.url": ["http://h:1/"]},
+                f"{key} = 'http://h:1' is in sampler.url, whose servers get the learner's weights",
+            )
+            for key in ("reference.server", "reward.model")
+        ),
     ],
 )
 def test_contradictions_are_refused(changes, said, material):
