@@ -3,6 +3,8 @@
 import functools
 import json
 import logging
+import os
+import signal
 import threading
 import time
 import uuid
@@ -178,12 +180,16 @@ class Engine:
         return request._replace(weights=name, whole=whole)
 
     def _run(self) -> None:
-        while (taken := self.queue.take(most=self._most)) is not None:
-            training, samples = taken
-            if training:
-                self._guarded(self._train, training)
-            if samples:
-                self._guarded(self._sample, samples)
+        try:
+            while (taken := self.queue.take(most=self._most)) is not None:
+                training, samples = taken
+                if training:
+                    self._guarded(self._train, training)
+                if samples:
+                    self._guarded(self._sample, samples)
+        except Exception:  # on a full disk not even an error can be answered
+            _log.exception("the server ends; mend the cause and start it again, it will go on")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _guarded(self, do: Callable[[Sequence[Work]], None], works: Sequence[Work]) -> None:
         """Does requests together; if that fails, each alone, so that one costs no other."""

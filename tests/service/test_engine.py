@@ -1,7 +1,9 @@
-"""Requests whose batch fails after some of them were answered."""
+"""Answers that cannot be written."""
 
 import json
+import signal
 import sqlite3
+import threading
 import time
 
 import jax
@@ -57,8 +59,8 @@ def body_of(kind: str, model: str) -> bytes:
     return message.SerializeToString()
 
 
-def norms(store: Store, directory) -> list[float]:
-    """The norms of the gradients of both tenants, whose requests are accepted before the start."""
+def started(store: Store, directory) -> Engine:
+    """An engine of two tenants whose requests were accepted before its start."""
     content = dumps({"rank": 4, "attention": True, "mlp": True, "seed": 0})
     for model in TENANTS:
         now = time.time()
@@ -69,7 +71,7 @@ def norms(store: Store, directory) -> list[float]:
             store.accept(f"{model}:{seq}", body=body_of(kind, model), **given)
     one = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
     precision = Precision.of("fp32")
-    engine = Engine(
+    return Engine(
         Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
         store=store,
         files=Files(directory, base_name="tiny"),
@@ -79,6 +81,11 @@ def norms(store: Store, directory) -> list[float]:
         slots=4,
         snapshot_seconds=1000,
     )
+
+
+def norms(store: Store, directory) -> list[float]:
+    """The norms of the gradients of both tenants."""
+    engine = started(store, directory)
     while any(store.queued(f"{model}:2") for model in TENANTS):
         time.sleep(0.05)
     engine.close()
@@ -96,3 +103,23 @@ def test_a_batch_that_fails_after_an_answer_applies_nothing_twice(tmp_path) -> N
         store.close()
     assert store.failed
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_server_that_cannot_write_answers_ends(tmp_path, monkeypatch, caplog) -> None:
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    store = Store(tmp_path / "state.sqlite")
+
+    def full(*_, **__):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "finish", full)
+    try:
+        engine = started(store, tmp_path)
+        assert ended.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "the server ends; mend the cause" in caplog.text
+    assert store.queued("a:0")  # for the next start
+    engine.close()
+    store.close()
