@@ -73,7 +73,7 @@ def test_hanging_process_ends_all_four(tmp_path):
         since = time.monotonic()
         for process in processes[:3]:
             assert process.wait() != 0
-        assert time.monotonic() - since < 60
+        assert time.monotonic() - since < 200
     assert "another task died" in (tmp_path / "0.log").read_text()
 
 
@@ -105,7 +105,7 @@ def test_interrupted_process_does_not_wait(tmp_path):
         assert processes[1].wait() == 130
         since = time.monotonic()
         assert processes[0].wait() != 0
-        assert time.monotonic() - since < 60
+        assert time.monotonic() - since < 200
     assert "jaxrl: process 1 of 2 failed: interrupted" in (tmp_path / "1.log").read_text()
 
 
@@ -124,7 +124,7 @@ def test_damaged_checkpoint_is_an_error_on_all(tmp_path):
             wait_for("damaged", tmp_path / f"{i}.log", process)
         since = time.monotonic()
         assert all(process.wait() != 0 for process in processes)
-        assert time.monotonic() - since < 60
+        assert time.monotonic() - since < 200
     texts = [(tmp_path / f"{i}.log").read_text() for i in range(2)]
     assert any("checkpoints/3 cannot be read" in text for text in texts), texts
 
@@ -143,12 +143,15 @@ def test_single_slurm_task_has_all_devices(tmp_path, nodes, gpus):
 
 
 REWARD = """
-import pathlib, time
+import itertools, pathlib, time
 
-slow = pathlib.Path(__file__).with_name("slow")
+held = pathlib.Path(__file__).with_name("held")
+calls = itertools.count()
 
 def vowels(completion, example):
-    time.sleep(0.1 * slow.exists())
+    after = next(calls) >= 32  # of a process, in its first two steps
+    while after and held.exists():
+        time.sleep(0.02)
     return sum(c in "aeiou" + example["answer"] for c in completion) / 8
 """
 
@@ -202,13 +205,14 @@ def finish(material: Path, run_dir: Path) -> None:
 
 
 def test_process_count_may_change_on_resume(material, tmp_path):
-    run_dir, slow = tmp_path / "run", material / "slow"
-    slow.touch()  # else a run may be done before it is stopped
+    run_dir, held = tmp_path / "run", material / "held"
+    held.touch()  # else a run may be done before it is stopped
     with started(commands(material, run_dir, count=2), tmp_path) as processes:
         while not read_metrics(run_dir / "metrics.jsonl"):
             assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
             time.sleep(0.01)
         processes[1].send_signal(signal.SIGTERM)  # to one of them
+        held.unlink()
         assert [process.wait() for process in processes] == [128 + signal.SIGTERM] * 2
     stopped = read_metrics(run_dir / "metrics.jsonl")[-1]["step"]
     assert 0 < stopped < STEPS
@@ -216,6 +220,7 @@ def test_process_count_may_change_on_resume(material, tmp_path):
     assert "ended by" not in (tmp_path / "1.log").read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [str(stopped)]
 
+    held.touch()
     every_step = ["--checkpoint.every", "1"]
     four = [[*command, *every_step] for command in commands(material, run_dir, count=4)]
     with started(four, tmp_path) as processes:
@@ -223,15 +228,15 @@ def test_process_count_may_change_on_resume(material, tmp_path):
             assert processes[0].poll() is None, (tmp_path / "0.log").read_text()
             time.sleep(0.01)
         processes[3].kill()
+        held.unlink()
         since = time.monotonic()
         for process in processes[:3]:
             assert process.wait() != 0
-        assert time.monotonic() - since < 60
+        assert time.monotonic() - since < 200
     assert len(read_metrics(run_dir / "metrics.jsonl")) < STEPS
     said = (tmp_path / "0.log").read_text()  # jax's words, or ours if a collective failed first
     assert "another task died" in said or "jaxrl: process 0 of 4 failed" in said
 
-    slow.unlink()
     finish(material, run_dir)  # what several processes saved, one reads
     one = tmp_path / "one"
     finish(material, one)
