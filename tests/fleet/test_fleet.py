@@ -28,16 +28,21 @@ pytestmark = [
     pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
 ]
 
-# Its first call ends the process that makes it, and leaves a mark.
+# Its first call ends the process that makes it, and leaves a mark. Later ones wait after two steps,
+# so that the run cannot end before it is disturbed.
 REWARD = """
 import os, pathlib, time
-MARK = pathlib.Path(__file__).with_name("mark")
+HERE = pathlib.Path(__file__).parent
+MARK, STEPS = HERE / "mark", HERE / "fleet" / "metrics.jsonl"
 
 def early_letters(completion, example):
     if not MARK.exists():
         MARK.touch()
         os._exit(1)
-    time.sleep(.02)
+    while STEPS.exists() and STEPS.read_text().count("\\n") >= 2:
+        if (HERE / "disturbed").exists():
+            break
+        time.sleep(.02)
     return sum(c in "abcdefghijklm" for c in completion) / 8 + (example["answer"] in completion)
 """
 
@@ -71,7 +76,7 @@ def arguments(directory: Path, name: str, **changes) -> list[str]:
     return ["train", *run_arguments(directory, **own | changes)]
 
 
-FLEET = {"fleet.engine": "ray", "fleet.wait": 60, "fleet.learner_resources": "CPU=1,L=1"}
+FLEET = {"fleet.engine": "ray", "fleet.wait": 300, "fleet.learner_resources": "CPU=1,L=1"}
 
 
 def events(run_dir: Path) -> list[tuple[str, str]]:
@@ -91,8 +96,11 @@ def kill_after(step: int, run_dir: Path) -> threading.Thread:
     def work() -> None:
         while len(read_metrics(run_dir / "metrics.jsonl")) < step:
             time.sleep(0.05)
-        assert main(["fleet", str(run_dir), "--workers", "3"]) == 0
-        os.kill(learners(run_dir)[-1].pid, signal.SIGKILL)
+        try:
+            assert main(["fleet", str(run_dir), "--workers", "3"]) == 0
+            os.kill(learners(run_dir)[-1].pid, signal.SIGKILL)
+        finally:
+            (run_dir.parent / "disturbed").touch()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
