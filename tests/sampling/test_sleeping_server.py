@@ -26,7 +26,7 @@ from tests.sampling.serving import FP32, SERVED, Material, config, opened, write
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 35])]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
-LEASE = 3.0
+LEASE = 8.0
 EXTENSION = ["--worker-extension-cls", "tests.sampling.zeroing.Zeroing"]
 
 
