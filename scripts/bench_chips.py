@@ -56,8 +56,8 @@ def main() -> None:
 
     found = chips.by_cause(text, chip=chip, trips=loops, heads=of_heads, head_dim=sizes.head_dim)
     total = sum(found.values(), chips.Cost())
-    traffic = collectives(text, trips=loops)
     if kept.json:
+        traffic = collectives(text, trips=loops)
         figures = {
             "milliseconds": total.seconds * 1e3,
             "moved_mib": total.moved / 2**20,
@@ -66,14 +66,11 @@ def main() -> None:
         }
         print(json.dumps({name: round(figure, 3) for name, figure in figures.items()}))
         return
-    for cause, cost in {**found, "total": total}.items():
-        share = cost.seconds / total.seconds
-        print(f"{cause:36}{cost.seconds:8.4f} s {share:5.1%}{cost.moved / 2**30:9.1f} GiB moved")
+    for line in chips.report(found, text, trips=loops):
+        print(line)
     flops = 3 * forward_flops(sizes, step.model.specs, rows=rows, length=config.row_length)
     peak = topology.chip.units["bf16"] * len(topology.devices)
     print(f"of peak                             {flops / peak / total.seconds:8.1%}")
-    for kind, one in traffic.items():
-        print(f"{kind:36}{one.sent / 2**30:8.2f} GiB sent in {one.count}")
     print(f"temporaries                         {memory.temp_size_in_bytes / 2**30:8.2f} GiB")
 
 

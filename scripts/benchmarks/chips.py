@@ -8,12 +8,12 @@ time of its products or of its bytes at full rate, the longer of the two.
 import collections
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxrl.commands.plan.chips import CHIPS
 from jaxrl.commands.plan.kernels import is_splash, kernel_seconds
-from jaxrl.sharding import Work, program_work
+from jaxrl.sharding import Work, collectives, program_work
 
 _COLLECTIVE = re.compile(r"^(all-|reduce-scatter|collective-|async-)")
 
@@ -29,7 +29,13 @@ class Cost(NamedTuple):
 
 
 def by_cause(
-    text: str, *, chip: str, trips: Sequence[int], heads: tuple[int, ...], head_dim: int
+    text: str,
+    *,
+    chip: str,
+    trips: Sequence[int],
+    heads: tuple[int, ...],
+    head_dim: int,
+    head: str = "logprobs",
 ) -> dict[str, Cost]:
     """Adds up a step by cause, the dearest first; communication is not part of it.
 
@@ -39,6 +45,7 @@ def by_cause(
       trips: as in `jaxrl.sharding.collectives`.
       heads: numbers of query and key heads on a device.
       head_dim: size of a head.
+      head: pattern of the functions and modules of the language model's head and of its loss.
     """
     sheet, sources = CHIPS[chip], _sources(text)
     size = f"({head_dim}|{head_dim // 2})"
@@ -53,18 +60,26 @@ def by_cause(
         seconds = work.cycles / sheet.clock if sheet.clock else bound
         if "tpu_custom_call" in one.line:
             seconds = kernel_seconds(work, kind=chip)
-        cause = _cause(work, sources(one.line), of_heads=of_heads)
+        source = sources(one.line)
+        of_head = re.search(head, source) is not None
+        cause = _cause(work, source, of_heads=of_heads, head=of_head)
         found[cause] += Cost(seconds, moved)
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
-def _cause(work: Work, source: str, *, of_heads: re.Pattern[str]) -> str:
+def report(found: dict[str, Cost], text: str, *, trips: Sequence[int]) -> Iterator[str]:
+    """Yields the lines of a table: each cause, their sum, and what each collective sends."""
+    total = sum(found.values(), Cost())
+    for cause, cost in {**found, "total": total}.items():
+        share = cost.seconds / total.seconds
+        yield f"{cause:36}{cost.seconds:8.4f} s {share:5.1%}{cost.moved / 2**30:9.1f} GiB moved"
+    for kind, one in collectives(text, trips=trips).items():
+        yield f"{kind:36}{one.sent / 2**30:8.2f} GiB sent in {one.count}"
+
+
+def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) -> str:
     """Names the cause of an instruction, from what it is and the functions that it comes from."""
-    one, head, windowed = (
-        work.instruction,
-        "logprobs" in source,
-        "windowed_dot" in work.computation,
-    )
+    one, windowed = work.instruction, "windowed_dot" in work.computation
     if "__cudnn" in one.line or is_splash(one):
         return "attention's kernels"
     if "tpu_custom_call" in one.line:
