@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxrl.commands.plan.chips import CHIPS
-from jaxrl.commands.plan.kernels import is_splash, kernel_seconds
+from jaxrl.commands.plan.kernels import is_kernel, is_splash, kernel_seconds
 from jaxrl.sharding import Work, collectives, program_work
 
 _COLLECTIVE = re.compile(r"^(all-|reduce-scatter|collective-|async-)")
@@ -58,7 +58,7 @@ def by_cause(
             continue
         bound = max(work.flops / sheet.units["bf16"], moved / (sheet.memory_rate or math.inf))
         seconds = work.cycles / sheet.clock if sheet.clock else bound
-        if "tpu_custom_call" in one.line:
+        if is_kernel(one):
             seconds = kernel_seconds(work, kind=chip)
         source = sources(one.line)
         of_head = re.search(head, source) is not None
@@ -82,7 +82,7 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) ->
     one, windowed = work.instruction, "windowed_dot" in work.computation
     if "__cudnn" in one.line or is_splash(one):
         return "attention's kernels"
-    if "tpu_custom_call" in one.line:
+    if is_kernel(one):
         return "norm, rope and order of heads"
     if work.flops:
         if head:

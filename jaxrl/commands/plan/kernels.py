@@ -19,9 +19,15 @@ _CORES = {"v5p": 2}
 _BLOCK, _AROUND = 512, 1.285  # the second: steps of the kernel around its blocks
 
 
+def is_kernel(one: Instruction) -> bool:
+    """Tells if an instruction is a Pallas kernel of a TPU's program, and does not only read from
+    one, whose name is then in its line too."""
+    return one.kind == "custom-call" and "tpu_custom_call" in one.line
+
+
 def is_splash(one: Instruction) -> bool:
     """Tells if an instruction is a kernel of splash attention."""
-    return "tpu_custom_call" in one.line and _splash_name(one) != ""
+    return is_kernel(one) and _splash_name(one) != ""
 
 
 def _splash_name(one: Instruction) -> str:
@@ -38,7 +44,7 @@ def kernel_seconds(work: Work, *, kind: str) -> float:
     if is_splash(work.instruction):
         return work.times * _splash(work.instruction, work.shapes, kind)
     moved = (work.read + work.written) / (TPUS[kind].memory_rate or math.inf)
-    return moved if "tpu_custom_call" in work.instruction.line else 0.0
+    return moved if is_kernel(work.instruction) else 0.0
 
 
 def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> float:
@@ -52,6 +58,6 @@ def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> f
     name = _splash_name(one)
     gradients = one.shape.count(f"{queries[2]},") if "dkv" in name else 0
     bundles = dq if "_dq" in name else dkv if "dkv" in name else forward
-    if gradients > 2 and re.search(rf"\[\d+,\d+,{queries[1]},{queries[2]},", one.shape):
+    if gradients > 2 and re.search(rf"\[\d+,(\d+,)?{queries[1]},{queries[2]},", one.shape):
         bundles = fused
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)

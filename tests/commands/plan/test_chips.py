@@ -5,7 +5,9 @@ import pytest
 
 from jaxrl.commands.plan.chips import CHIPS, GPUS, TPUS, Chip, products
 from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
+from jaxrl.commands.plan.kernels import is_splash, kernel_seconds
 from jaxrl.core.precision import PRESETS, PRODUCTS, check_products, parse
+from jaxrl.sharding import program_work
 
 
 def rate(precision: str, chip: Chip) -> float:
@@ -56,3 +58,40 @@ def test_missing_compiler_error_names_the_package(monkeypatch):
         ModuleNotFoundError, match=f"pip install jax-cuda12-plugin=={jax.__version__}"
     ):
         gpu_devices("h100", hosts=1, each=8)
+
+
+# As libtpu writes splash attention for one row: what only reads from a kernel names it as well.
+SPLASH = """
+%reshaped (x: bf16[1,32,4096,128]) -> bf16[32,4096,128] {
+  %x = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %y = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} bitcast(%x)
+}
+
+ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128]) -> bf16[32,4096,128] {
+  %q = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %k = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %tpu_custom_call.1 = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="pallas_call"}
+  %q_ref = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kLoop, calls=%reshaped, metadata={op_name="splash_mha_fwd_segmented/pallas_call/squeeze"}
+  %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_dkv_segmented.1 = (bf16[4,32,4096,128]{3,2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  ROOT %out = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kOutput, calls=%reshaped
+}
+"""  # noqa: E501
+
+
+def test_only_kernels_have_a_kernels_time():
+    work = {one.instruction.name: one for one in program_work(SPLASH, trips=())}
+    seconds = {name: kernel_seconds(one, kind="v6e") for name, one in work.items()}
+    kernels = {"tpu_custom_call.1", *(name for name in work if name.startswith("splash"))}
+    assert {name for name, found in seconds.items() if found} == kernels
+    attention = {name for name, one in work.items() if is_splash(one.instruction)}
+    assert attention == kernels - {"tpu_custom_call.1"}
+    forward, fused, apart = (seconds[name] for name in sorted(attention, key=_order))
+    # Bundles of a block: all gradients at once, and those of keys and values alone.
+    assert fused / forward == pytest.approx(1648 / 981)
+    assert apart / forward == pytest.approx(1409 / 981)
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return "dkv" in name, name
