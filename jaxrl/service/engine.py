@@ -75,6 +75,7 @@ class Engine:
         self._listeners: dict[str, list[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         self._drawing: dict[str, Future[Answer]] = {}
+        self.fault: Exception | None = None  # for which the thread has ended the server
         self._recover()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -187,8 +188,9 @@ class Engine:
                     self._guarded(self._train, training)
                 if samples:
                     self._guarded(self._sample, samples)
-        except Exception:  # on a full disk not even an error can be answered
-            _log.exception("the server ends; mend the cause and start it again, it will go on")
+        except Exception as error:  # on a full disk not even an error can be answered
+            self.fault = error
+            _log.exception("the server ends")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _guarded(self, do: Callable[[Sequence[Work]], None], works: Sequence[Work]) -> None:

@@ -68,6 +68,9 @@ def open_service(
       keys: the keys that clients may use; each sees what was made with it.
       directory: of the state, which an earlier service may have left.
       page: of live training runs.
+
+    Raises:
+      RuntimeError: after the block, if requests could not be answered any more.
     """
     checkpoint, precision = Checkpoint(model_dir), settings.precision
     prepare_devices(settings.mesh, SamplerConfig())
@@ -104,6 +107,11 @@ def open_service(
         gateway = Gateway(service, checkpoint.tokenizer)
         more = [*listing_routes(service), *live_routes(service, page), *gateway.routes()]
         yield application(service, more)
+        if engine.fault is not None:
+            raise RuntimeError(
+                f"the server could not go on: {engine.fault}; mend the cause and start it again "
+                "with the same state_dir"
+            )
 
 
 def _samplers(

@@ -119,7 +119,8 @@ def test_a_server_that_cannot_write_answers_ends(tmp_path, monkeypatch, caplog) 
         assert ended.wait(60)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert "the server ends; mend the cause" in caplog.text
+    assert "the server ends" in caplog.text
+    assert "disk is full" in str(engine.fault)
     assert store.queued("a:0")  # for the next start
     engine.close()
     store.close()
