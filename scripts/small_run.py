@@ -26,7 +26,7 @@ def digits(completion, example):
     return sum(c.isdigit() for c in completion) // 3 / 3
 """
 # Beginnings of metrics that differ between equal runs.
-_TIMED = ("time", "tokens_per_second", "sampler/servers", "fleet/")
+_TIMED = ("time", "tokens_per_second", "sampler/servers", "sampler/versions_behind", "fleet/")
 
 
 def write_material(directory: Path, **sizes: int) -> None:
