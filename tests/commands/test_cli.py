@@ -20,17 +20,9 @@ from jaxrl.config import toml_file
 from jaxrl.config.training import Config
 from jaxrl.core import plugins
 from jaxrl.environments.rewards import builtin
-from tests import arithmetic
 from tests.processes import JAXRL
 
 REQUIRED = ["--model.path", "m", "--data.path", "d", "--reward.path", "exact_match"]
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("arithmetic")
-    arithmetic.write(directory)
-    return directory
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
@@ -17,16 +16,9 @@ from jaxrl.learner.checkpoints import Checkpoints
 from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.objectives import objective
 from jaxrl.losses.surrogates import reinforce
-from tests import arithmetic, tiny
+from tests import tiny
 
 REQUIRED = ["--model.path", "m", "--data.path", "d", "--reward.path", "exact_match"]
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("arithmetic")
-    arithmetic.write(directory)
-    return directory
 
 
 def test_export_of_a_run_without_a_checkpoint_says_what_to_do(tmp_path, capsys):
