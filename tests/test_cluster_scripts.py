@@ -151,18 +151,18 @@ def test_sky_task_asks_for_its_own_nodes():
     assert f"GPU={task['resources']['accelerators'].partition(':')[2]}" in fleet.learner_resources
 
 
-def test_slurm_ray_starts_a_node_each_and_one_command(run, tmp_path):
-    """With stand-ins for Ray and jaxrl, too."""
+def test_slurm_ray_starts_a_node_each_and_one_command(run, tmp_path, monkeypatch):
+    """With stand-ins: a Ray that blocks, and is healthy once it has been started."""
     venv = tmp_path / "venv" / "bin"
     venv.mkdir(parents=True)
-    for name in ("ray", "jaxrl"):
-        (venv / name).write_text(STAND_IN)
-        (venv / name).chmod(0o755)
-    os.environ["VENV"] = str(venv.parent)
-    try:
-        calls = run(CLUSTER / "slurm_ray.sbatch", "my config.toml", "--fleet.workers", "32")
-    finally:
-        del os.environ["VENV"]
+    stays = STAND_IN + "import time\ntime.sleep(600)\n"
+    healthy = STAND_IN + 'sys.exit("start --head" not in open(os.environ["CALLS"]).read())\n'
+    stand_ins = {tmp_path / "srun": stays, venv / "ray": healthy, venv / "jaxrl": STAND_IN}
+    for path, text in stand_ins.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("VENV", str(venv.parent))
+    calls = run(CLUSTER / "slurm_ray.sbatch", "my config.toml", "--fleet.workers", "32")
     (started,) = [call for call in calls if call[0] == "--ntasks-per-node=1"]
     assert "start --head" in started[-1]
     (command,) = [call for call in calls if call[0] == "train"]
