@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxrl.environments.isolation import calls, sandbox
-from jaxrl.environments.rewards import mathematics
+from jaxrl.environments.rewards import builtin, mathematics
 from jaxrl.environments.rewards.builtin import (
     boxed_format,
     exact_match,
@@ -15,6 +15,7 @@ from jaxrl.environments.rewards.builtin import (
     math_verify,
     novelty,
     numeric_match,
+    python_tests,
 )
 from jaxrl.environments.rewards.numbers import final_number
 from jaxrl.environments.rewards.score import load_rewards, score
@@ -254,6 +255,23 @@ def test_a_paused_deadline_does_not_move(monkeypatch):
     assert deadline.remaining() == 6
     now[0] += 7
     assert deadline.remaining() == 0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "```\nX\n```",
+        "```python\nX\n```",
+        "```python3\nX\n```",
+        "```Python \nX\n```",
+        "```bash\npip install x\n```\nThen:\n```py\nX\n```",
+        "Write ```X``` so:\n```python\nX\n```\nIt prints\n```text\n1\n```",
+        "X\n",
+    ],
+)
+def test_tested_code_is_the_last_block_of_python(monkeypatch, completion):
+    monkeypatch.setattr(builtin, "run_tests", lambda code, tests: code == "X\n")
+    assert python_tests(completion, {"tests": ""}) == 1
 
 
 def test_one_program_per_processor(monkeypatch):

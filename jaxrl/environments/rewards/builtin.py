@@ -16,6 +16,10 @@ from jaxrl.environments.isolation.sandbox import run_tests
 from jaxrl.environments.rewards import mathematics, numbers
 from jaxrl.environments.rewards.batches import batched
 
+# A block with its language, or text between fences on one line, which begins no block.
+_FENCED = re.compile(r"```[^\n`]+```|```([^\n`]*)\n(.*?)```", re.DOTALL)
+_PYTHON = re.compile(r"\s*(?:py(?:thon)?3?\b.*)?", re.IGNORECASE)  # or no language
+
 
 def exact_match(completion: str, example: Mapping[str, Any]) -> float:
     """Returns 1 if the completion equals the answer, both stripped; else 0."""
@@ -100,12 +104,14 @@ def hash_format(completion: str, example: Mapping[str, Any]) -> float:
 def python_tests(completion: str, example: Mapping[str, Any]) -> float:
     """Returns 1 if the completion's Python passes all of the example's tests; else 0.
 
-    The code is the last fenced block, else the whole completion. `example["tests"]` is Python that
-    raises if the code is wrong, such as MBPP's asserts: a text or a list of texts. Code and tests
-    run in two processes of the sandbox; the tests call the code's functions through a pipe. The
-    code runs as an imported module, not as `__main__`. Raises as `run_tests`.
+    The code is the last fenced block of Python or of no language, else the whole completion.
+    `example["tests"]` is Python that raises if the code is wrong, such as MBPP's asserts: a text or
+    a list of texts. Code and tests run in two processes of the sandbox; the tests call the code's
+    functions through a pipe. The code runs as an imported module, not as `__main__`. Raises as
+    `run_tests`.
     """
-    fenced = re.findall(r"```(?:python|py)?\n(.*?)```", completion, re.DOTALL)
+    blocks = _FENCED.finditer(completion)
+    fenced = [b[2] for b in blocks if b[2] is not None and _PYTHON.fullmatch(b[1])]
     tests = example["tests"]
     text = tests if isinstance(tests, str) else "\n".join(tests)
     return float(run_tests(fenced[-1] if fenced else completion, text))
