@@ -53,7 +53,11 @@ class EpisodeBuilder:
         return Turn(context, *self._index, most, prompt, cache)
 
     def add_completion(self, completion: Completion) -> np.ndarray:
-        """Appends a turn of the policy, and returns its token ids, cut where the step ends it."""
+        """Appends a turn of the policy, and returns its token ids, cut where the step ends it.
+
+        Raises:
+          EpisodeError: if the step's `stop` fails, in which case the turn is not appended.
+        """
         completion, step = _cut(completion, self._next), self._next
         assert step.after is not None
         read = np.asarray(step.observation, np.int32)
@@ -180,10 +184,16 @@ class EpisodeBuilder:
 
 def _cut(completion: Completion, step: Step) -> Completion:
     """Cuts a turn where its step ends it, as sampling would with the same rule."""
-    size = None if step.stop is None else step.stop(completion.tokens)
+    whole = len(completion.tokens)
+    try:
+        size = None if step.stop is None else step.stop(completion.tokens)
+    except Exception as error:
+        raise _invalid(f"stop failed: {error!r}") from error
     if size is None:
         return completion
-    rest = len(completion.tokens) - size
+    if not isinstance(size, (int, np.integer)) or not 0 < size <= whole:
+        raise _invalid(f"stop returned {size!r:.200}, expected 1 to {whole} tokens, or None")
+    rest = whole - size
     return completion._replace(
         tokens=completion.tokens[:size],
         logprobs=completion.logprobs[:size],
@@ -240,6 +250,7 @@ def check_prompt(returned: Any, limits: EpisodeLimits) -> Step:
     step = returned if isinstance(returned, Step) else Step(returned)
     with _reading("the prompt"):
         prompt = _token_ids(step.observation, limits, what="the prompt")
+        _check_turn(step, "reset")
     _check_length(len(prompt), limits, "reset")
     return step._replace(observation=prompt)
 
@@ -271,8 +282,20 @@ def check_step(returned: Any, limits: EpisodeLimits) -> Step:
         for name, value in (("reward", earned), *values.items()):
             if not math.isfinite(value):
                 raise _invalid(f"step returned {name} = {value}, which is not finite")
+        _check_turn(given, "step")
         tokens = () if done else _token_ids(observation, limits, what="the observation")
         return given._replace(observation=tokens, reward=earned, done=bool(done), metrics=values)
+
+
+def _check_turn(step: Step, name: str) -> None:
+    """Raises EpisodeError unless the next turn has a place and a limit that can be kept."""
+    for key, least in (("after", -1), ("max_tokens", 1)):
+        value = getattr(step, key)
+        if value is not None and not (isinstance(value, (int, np.integer)) and value >= least):
+            raise _invalid(
+                f"{name} returned {key} = {value!r:.200}, expected an integer of at least {least}, "
+                "or None"
+            )
 
 
 @contextlib.contextmanager

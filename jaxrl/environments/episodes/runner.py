@@ -188,10 +188,9 @@ class _Episode:
             turn = self._builder.next_turn(self._limits, cache)
             completion = await scheduler.sample(turn, number=number)
             number += 1
-            step = functools.partial(
-                self._environment.step, self._builder.add_completion(completion)
-            )
             with self._failures("step"):
+                said = self._builder.add_completion(completion)
+                step = functools.partial(self._environment.step, said)
                 checked = check_step(await self._call(step, name="step"), self._limits)
                 self._end = self._builder.add_step(checked, self._limits)
         self._close_environment()
