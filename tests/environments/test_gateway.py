@@ -312,6 +312,27 @@ def test_a_full_conversation_is_refused_and_a_new_one_goes_on(play):
     assert [len(one.completion) for one in sequences(rollout)] == [20, 4]
 
 
+def test_half_a_character_in_a_call_is_answered(play):
+    """A model may write the escape of half an emoji, which no answer in UTF-8 can hold."""
+    replies = list[Any]()
+    call = CALL.replace("2", '"\\ud83d!"')
+
+    def agent(endpoint, example):
+        reply = chat(endpoint.url, [user("a")], tools=[TOOL])
+        replies.append(reply)
+        said = message_of(reply)
+        chat(endpoint.url, [user("a"), said, result(said, "no")], tools=[TOOL])
+        body = {"model": "policy", "max_tokens": 99, "messages": [user("b")]}
+        body["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
+        replies.append(post(f"{endpoint.url}/v1/messages", json=body))
+
+    rollout, _, failure = play(agent, [call, SAID, call])
+    assert failure is None
+    assert message_of(replies[0])["tool_calls"][0]["function"]["arguments"] == '{"a": "?!"}'
+    assert replies[1].json()["content"][0]["input"] == {"a": "?!"}
+    assert [len(one.episode.turns) for one in sequences(rollout)] == [2, 1]
+
+
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)

@@ -133,7 +133,7 @@ class Conversations:
         if stopped is not None:
             words = words[: words.index(stopped)]
         named = [
-            Call(new_id("call_"), call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
+            Call(new_id("call_"), _encodable(call.name), _encodable(_json(call.arguments)))
             for call in calls
         ]
         most = min(
@@ -256,6 +256,15 @@ def _plain(message: Message) -> Any:
 
 def _called(function: Mapping[str, Any]) -> Any:
     return _call(function["name"], function["arguments"])
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(dict(arguments), ensure_ascii=False)
+
+
+def _encodable(text: str) -> str:
+    """Returns a text in which half of a character, which a model may write as an escape, is "?"."""
+    return text.encode(errors="replace").decode()
 
 
 def _call(name: str, arguments: Any) -> Any:
