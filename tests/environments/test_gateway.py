@@ -360,6 +360,10 @@ def test_a_command_is_an_agent_and_its_failure_that_of_its_episode(play, tokeniz
     assert not rollout.action_mask.any()
     _, _, failure = play([sys.executable, "-c", "pass"], [])
     assert "without a request" in failure
+    # A process that the command leaves behind holds its standard error open.
+    leaves = f"import subprocess\nsubprocess.Popen(['sleep', '999'])\n{PROGRAM}"
+    rollout, _, failure = play([sys.executable, "-c", leaves, "a"], [SAID], row={"answer": "4"})
+    assert (failure, rollout.episode.end) == (None, "done")
 
 
 def test_an_agent_that_hangs_or_goes_on_ends_at_the_limits(play):

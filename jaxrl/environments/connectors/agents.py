@@ -22,7 +22,8 @@ def run_command(command: Sequence[str], session: Session, example: Example) -> C
     """Starts a command for an episode, and returns the function that stops it.
 
     `{name}` in an argument stands for the row's column of that name. Standard input is the row as
-    JSON, and the variables of `Endpoint` are set. A status other than 0 fails the episode.
+    JSON, and the variables of `Endpoint` are set. A status other than 0 fails the episode. The
+    processes that the command starts end with it.
     """
     process = subprocess.Popen(
         [_filled(argument, example) for argument in command],
@@ -30,22 +31,23 @@ def run_command(command: Sequence[str], session: Session, example: Example) -> C
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, **session.endpoint.variables},
-        start_new_session=True,  # so that processes which it starts end with it
+        start_new_session=True,  # so that processes which it starts can be ended with it
     )
     row = json.dumps(dict(example), default=str).encode()
 
+    def stop() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
     def wait() -> None:
+        # What it leaves behind would hold its standard error open.
+        run_in_thread(process.wait).add_done_callback(lambda _: stop())
         _, errors = process.communicate(row)
         last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         failed = f"{command[0]} ended with status {process.returncode}: {last[:500]}"
         session.end(failed if process.returncode else "")
 
     run_in_thread(wait)
-
-    def stop() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
     return stop
 
 
