@@ -1,6 +1,7 @@
 """Requests that wait their turn: their bodies, as written to disk, and what is to be done."""
 
 import json
+import re
 import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,11 @@ from jaxrl.service.wire import MOST_TARGETS, RefusedError, check_tokens, dense, 
 
 TRAINING = ("create", "load", "compute", "step", "save", "publish")
 """Kinds of requests that a model computes in the order of their sequence numbers."""
+
+
+# A name of its own for a directory: not "..", and without the colons that file names have not.
+_NAME = re.compile(r"[^/:.\x00-\x1f][^/:\x00-\x1f]*")
+_LONGEST_NAME = 200  # bytes
 
 
 class Work(NamedTuple):
@@ -59,7 +65,19 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
         "save": types.SaveWeightsRequest,
         "publish": types.SaveWeightsForSamplerRequest,
     }[kind]
-    return schema.model_validate(content)
+    found = schema.model_validate(content)
+    if kind in ("save", "publish"):
+        _check_name(found.path)
+    return found
+
+
+def _check_name(name: str | None) -> None:
+    """Raises RefusedError for a name under which no checkpoint can be written beside others."""
+    if name and not (_NAME.fullmatch(name) and len(name.encode()) <= _LONGEST_NAME):
+        raise RefusedError(
+            f"the checkpoint's name {name!r:.80} must not begin with a dot, hold a slash, a colon "
+            f"or a control character, or be longer than {_LONGEST_NAME} bytes; choose another"
+        )
 
 
 def with_seed(content: dict[str, Any]) -> dict[str, Any]:

@@ -63,3 +63,14 @@ def test_sparse_targets_of_a_prompt_are_checked_before_they_take_memory(
     limits = requests.Limits(vocab_size=9, max_positions=9, uploaded=lambda name: None)
     with pytest.raises(wire.RefusedError, match=match):
         requests.decode("sample", json.dumps(request).encode(), limits)
+
+
+@pytest.mark.parametrize("kind", ["save", "publish"])
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "a:b", ".a.draft", "a\n", "\u00e9" * 101])
+def test_a_checkpoint_has_a_directory_of_its_own(kind, name) -> None:
+    """The name ".." deleted all checkpoints of a model, and "a:b" lay where "a_b" does."""
+    with pytest.raises(wire.RefusedError, match="name"):
+        requests.decode(kind, json.dumps({"model_id": "m", "path": name}).encode(), None)
+    for right in ("\u00e9" * 100, "step 10..final-1.5_x", None):
+        body = json.dumps({"model_id": "m", "path": right}).encode()
+        assert requests.decode(kind, body, None).path == right
