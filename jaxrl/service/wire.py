@@ -310,8 +310,11 @@ def dense(
     """
     if len(shape) != len(most) or any(not 0 < n <= m for n, m in zip(shape, most, strict=True)):
         raise ValueError(f"as the data has it, the array is at most {list(most)}")
-    if len(crow) != shape[0] + 1 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
+    begins = len(crow) == shape[0] + 1 and crow[0] == 0
+    if not begins or crow[-1] != len(values) or (np.diff(crow) < 0).any():
         raise ValueError(f"the {len(crow)} row pointers do not count {len(values)} values")
+    if (columns < 0).any():  # numpy would count them from the end
+        raise IndexError(f"index {columns.min()} is out of bounds: columns count from 0")
     found = np.full(shape, fill, values.dtype)
     found[np.repeat(np.arange(shape[0]), np.diff(crow)), columns] = values
     return found

@@ -9,7 +9,7 @@ from tinker.proto import tinker_public_pb2 as proto
 from jaxrl.service import requests, wire
 
 
-def sparse(shape: list[int], crow: list[int]) -> proto.Datum:
+def sparse(shape: list[int], crow: list[int], column: int = 1) -> proto.Datum:
     datum = proto.Datum()
     chunk = datum.model_input.add()
     chunk.encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
@@ -17,7 +17,7 @@ def sparse(shape: list[int], crow: list[int]) -> proto.Datum:
     given.dtype = proto.DTYPE_INT64
     given.shape.extend(shape)
     given.sparse_csr.values = np.array([3], np.int64).tobytes()
-    given.sparse_csr.col_indices = np.array([1], np.int64).tobytes()
+    given.sparse_csr.col_indices = np.array([column], np.int64).tobytes()
     given.sparse_csr.crow_indices = np.array(crow, np.int64).tobytes()
     return datum
 
@@ -28,17 +28,20 @@ def read(datum: proto.Datum) -> wire.Batch:
 
 
 @pytest.mark.parametrize(
-    ("shape", "crow", "match"),
+    ("shape", "crow", "column", "match"),
     [
-        ([100_000, 100_000], [0, 1, 1], r"datum 0: target_tokens .*100000\].*at most \[2, 9\]"),
-        ([2, 10**12], [0, 1, 1], r"at most \[2, 9\]"),
-        ([2, 4], [0, 10**12, 1], "row pointers do not count 1 values"),
-        ([2, 4], [0, 1, 1], "lacks 'weights'"),  # the array itself is right
+        ([100_000, 100_000], [0, 1, 1], 1, r"datum 0: target_tokens .*100000\].*at most \[2, 9\]"),
+        ([2, 10**12], [0, 1, 1], 1, r"at most \[2, 9\]"),
+        ([2, 4], [0, 10**12, 1], 1, "row pointers do not count 1 values"),
+        ([2, 4], [1, 1, 1], 1, "row pointers do not count 1 values"),
+        ([2, 4], [0, 1, 1], 4, "index 4 is out of bounds"),
+        ([2, 4], [0, 1, 1], -1, "index -1 is out of bounds"),
+        ([2, 4], [0, 1, 1], 3, "lacks 'weights'"),  # the array itself is right
     ],
 )
-def test_a_sparse_array_is_checked_before_it_takes_memory(shape, crow, match) -> None:
+def test_a_sparse_array_is_checked_before_it_takes_memory(shape, crow, column, match) -> None:
     with pytest.raises(wire.RefusedError, match=match):
-        read(sparse(shape, crow))
+        read(sparse(shape, crow, column))
 
 
 @pytest.mark.parametrize(
