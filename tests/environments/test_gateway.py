@@ -176,10 +176,11 @@ def test_stop_texts_and_limits_end_a_turn_where_sampling_would_end(play, tokeniz
         body = {"model": "policy", "max_tokens": 9, "messages": [user("c")]}
         body["stop_sequences"] = ["STOP"]
         replies.append(post(f"{endpoint.url}/v1/messages", json=body))
+        replies.append(chat(endpoint.url, [user("d")], stop=["\n", "。"]))
 
     texts = ["Act: f\nObservation: 3 and on<|im_end|>", "abcdef<|im_end|>", "x STOP<|im_end|>"]
-    rollout, sampler, _ = play(agent, texts)
-    first, second, third = (reply.json() for reply in replies)
+    rollout, sampler, _ = play(agent, [*texts, "好。\n\n<|im_end|>"])  # "。\n\n" is one token
+    first, second, third, fourth = (reply.json() for reply in replies)
     assert first["choices"][0]["message"]["content"] == "Act: f"
     assert first["choices"][0]["finish_reason"] == "stop"
     assert second["choices"][0]["message"]["content"] == "abc"
@@ -188,8 +189,9 @@ def test_stop_texts_and_limits_end_a_turn_where_sampling_would_end(play, tokeniz
     assert second["usage"]["prompt_tokens"] == len(sampler.contexts[1])
     assert (third["stop_reason"], third["stop_sequence"]) == ("stop_sequence", "STOP")
     assert third["usage"]["output_tokens"] == len("x STOP")
+    assert fourth["choices"][0]["message"]["content"] == "好"
     kept = [tokenizer.decode(one.completion[one.action_mask]) for one in sequences(rollout)]
-    assert kept == ["Act: f\nObservation:", "abc", "x STOP"]
+    assert kept == ["Act: f\nObservation:", "abc", "x STOP", "好。\n\n"]
     assert set(trained(rollout)) < set(sampled(sampler))
 
 

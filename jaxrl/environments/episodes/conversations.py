@@ -129,7 +129,8 @@ class Conversations:
         begun = begun_thought(self._chat.decode(place.tokens[-16:]))
         start = min(after_thoughts(text, thought=begun), end)
         words = self._words(text[start:end])
-        stopped = next((stop for stop in request.stop if stop in words), None)
+        stops = [stop for stop in request.stop if stop in words]
+        stopped = min(stops, key=words.index, default=None)  # one token may hold several
         if stopped is not None:
             words = words[: words.index(stopped)]
         named = [
