@@ -178,7 +178,10 @@ class Workers:
         del worker.calls[number]
         worker.reserved = worker.reserved and bool(worker.calls)
         self._alive = time.monotonic()
-        result = pickle.loads(done.result())
+        try:
+            result = pickle.loads(done.result())
+        except Exception as unknown:  # such as a class of the user's, whose module workers import
+            result = Raised(RuntimeError(f"what a worker returned cannot be read: {unknown!r}"))
         if isinstance(result, Raised):
             call.future.set_exception(result.error)
         else:

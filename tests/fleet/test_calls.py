@@ -93,6 +93,23 @@ def kill(number: int) -> int:
     return number
 
 
+class ForeignError(Exception):
+    """An error of a user's module, which workers alone import."""
+
+    def __reduce__(self):
+        return found_in_workers, ()
+
+
+def found_in_workers() -> ForeignError:
+    if threading.current_thread().name == "workers":  # the learner's
+        raise ModuleNotFoundError("No module named 'my_environment'")
+    return ForeignError()
+
+
+def raise_foreign() -> None:
+    raise ForeignError
+
+
 def hold() -> None:
     """Runs until a test sets the event."""
     assert FREE.wait(SECONDS)
@@ -144,6 +161,13 @@ def test_error_is_raised_here_and_a_cancelled_call_is_not_made(free):
     assert second.cancel()
     free.set()
     assert first.result(SECONDS) is None
+    assert workers.submit(double, 4).result(SECONDS) == 8
+
+
+def test_a_result_that_cannot_be_read_here_is_the_error_of_its_call():
+    _, workers = start(1, slots=1)
+    with pytest.raises(RuntimeError, match="No module named 'my_environment'"):
+        workers.submit(raise_foreign).result(SECONDS)
     assert workers.submit(double, 4).result(SECONDS) == 8
 
 
