@@ -6,6 +6,7 @@ import functools
 import json
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import zstandard
@@ -172,15 +173,9 @@ async def _create_loss(service: Service, owner: str, request: Request) -> Respon
 
 async def _load_weights(service: Service, owner: str, request: Request) -> Response:
     asked = types.LoadWeightsRequest.model_validate(await request.json())
-    row = service.engine.checkpoint(asked.path)
-    if row["owner"] != owner and not row["public"]:
-        raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
-    if row["kind"] != "training":
-        raise RefusedError(f"{asked.path} was saved for sampling; load one of save_state")
-    if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
-        raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
     body = asked.model_dump_json().encode()
     if asked.session_id is not None:
+        row = _loadable(service, owner, asked)
         owned(service, "sessions", key=asked.session_id, owner=owner)
         if asked.base_model is not None:
             _check_base(service, asked.base_model)
@@ -190,12 +185,27 @@ async def _load_weights(service: Service, owner: str, request: Request) -> Respo
         return await _new_model(service, owner, model, content, kind="load", body=body)
     model = asked.model_id or ""
     owned(service, "models", key=model, owner=owner)
-    kind = Kind(row["rank"], row["attention"], row["mlp"])
-    if kind != service.engine.kind(model):
-        raise RefusedError(f"{asked.path} holds {kind}, and {model} {service.engine.kind(model)}")
+
+    def check() -> None:
+        row, own = _loadable(service, owner, asked), service.engine.kind(model)
+        if (kind := Kind(row["rank"], row["attention"], row["mlp"])) != own:
+            raise RefusedError(f"{asked.path} holds {kind}, and {model} {own}")
+
     return await _accept(
-        service, owner, kind="load", target=model, seq=asked.seq_id or 0, body=body
+        service, owner, kind="load", target=model, seq=asked.seq_id, body=body, check=check
     )
+
+
+def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> dict[str, Any]:
+    """Returns the row of a checkpoint that a model can go on from; raises RefusedError."""
+    row = service.engine.checkpoint(asked.path)
+    if row["owner"] != owner and not row["public"]:
+        raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
+    if row["kind"] != "training":
+        raise RefusedError(f"{asked.path} was saved for sampling; load one of save_state")
+    if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
+        raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
+    return row
 
 
 async def _get_info(service: Service, owner: str, request: Request) -> Response:
@@ -236,8 +246,6 @@ async def _in_order(service: Service, owner: str, request: Request, *, kind: str
     content = await request.json()
     owned(service, "models", key=content.get("model_id", ""), owner=owner)
     target, seq = content["model_id"], content.get("seq_id")
-    if seq is None:
-        raise RefusedError("seq_id is missing; the official client numbers its requests")
     return await _accept(
         service, owner, kind=kind, target=target, seq=seq, body=await request.body()
     )
@@ -249,11 +257,16 @@ async def _accept(
     *,
     kind: str,
     target: str,
-    seq: int,
+    seq: int | None,
     body: bytes,
     weights: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> Response:
-    """Checks a request, writes it down and queues it. A repeated one is answered alike."""
+    """Checks a request, writes it down and queues it. A repeated one is answered alike. `check`
+    raises RefusedError for one that cannot be served, after which those behind it have their
+    turn."""
+    if not isinstance(seq, int) or seq < 0:  # its turn would never come
+        raise RefusedError(f"seq_id = {seq!r}: number the requests, as the official client does")
     engine, name = service.engine, f"{target}:{seq}"
 
     def accept() -> Response:
@@ -265,6 +278,7 @@ async def _accept(
         if ordered:
             engine.open_line(target)
         try:
+            check()
             payload = decode(kind, body, engine.limits)
         except ValueError as refused:
             if not ordered:

@@ -152,6 +152,21 @@ def test_a_bad_datum_is_named_before_anything_is_computed(server: Server) -> Non
                 client.forward_backward([good], name, settings).result()
 
 
+def test_a_state_that_is_refused_holds_up_no_request_after_it(server: Server) -> None:
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        saved = client.save_weights_for_sampler("for sampling").result().path
+        other = service.create_lora_training_client("tiny", rank=2).result()
+        for path, message in (
+            ("tinker://none/weights/none", "no checkpoint"),
+            (saved, "saved for sampling"),
+            (other.save_state("other").result().path, "holds Kind"),
+        ):
+            with pytest.raises(tinker.BadRequestError, match=message):
+                client.load_state(path).result()
+        assert client.optim_step(ADAM).result(60).metrics["grad_norm"] == 0
+
+
 def test_another_key_sees_nothing(server: Server) -> None:
     with server.client() as service, server.client("tml-second") as other:
         client = service.create_lora_training_client("tiny", rank=4).result()
