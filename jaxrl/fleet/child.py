@@ -11,13 +11,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl.fleet.engine import import_ray
 from jaxrl.fleet.placement import Slot
 from jaxrl.fleet.signals import Signals
 
 _PAUSE = 2.0  # seconds in which Ray may notice that a node is dead
+_LOOK = 0.2  # seconds between two looks for the end of a process
+_REST = 5.0  # seconds for the rest of its output
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # Variables of the command's shell that mean the same on every host. Others belong to a host.
 _SHARED = ("JAX", "XLA_", "LIBTPU_", "NCCL_", "HF_", "VLLM_", "WANDB_", "AWS_", "AZURE_", "GOOGLE_")
@@ -110,7 +112,8 @@ class Child:
 
     async def run(self, arguments: Sequence[str], log: str) -> int:
         """Runs `python -m jaxrl ARGUMENTS` to its end; returns its status, -N after signal N. What
-        it writes is appended to LOG.log (standard error) and LOG.out (standard output)."""
+        it writes is appended to LOG.log (standard error) and LOG.out (standard output). Processes
+        that it leaves behind in its session are killed."""
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         with open(f"{log}.log", "ab") as file, open(f"{log}.out", "ab", buffering=0) as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -123,11 +126,23 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_ending_with_parent(),
             )
-            assert self._process.stdout is not None
-            while chunk := await self._process.stdout.read(1 << 16):
-                out.write(chunk)
-                self._spoken.set()
-            return await self._process.wait()
+            copying = asyncio.create_task(self._copy(self._process, out))
+            while self._process.returncode is None:
+                await asyncio.sleep(_LOOK)
+                if copying.done():
+                    copying.result()  # raises what has ended it
+            # What it leaves behind may hold its output open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await asyncio.wait([copying], timeout=_REST)
+            copying.cancel()
+            return self._process.returncode
+
+    async def _copy(self, process: asyncio.subprocess.Process, out: BinaryIO) -> None:
+        assert process.stdout is not None
+        while chunk := await process.stdout.read(1 << 16):
+            out.write(chunk)
+            self._spoken.set()
 
     async def spoken(self) -> None:
         """Waits until the process writes to standard output."""
