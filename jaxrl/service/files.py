@@ -45,20 +45,27 @@ class Files:
         draft = directory.with_name(f".{directory.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
+        try:
+            self._write(draft, pool, tenant, state=state)
+            size = sum(file.stat().st_size for file in draft.iterdir())
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(draft, directory)
+        except BaseException:  # on a full disk the answers need the room
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return size
+
+    def _write(self, directory: Path, pool: Pool, tenant: Tenant, *, state: bool) -> None:
         wire, model = pool.base.precision.wire, pool.base.model
         if pool.kind.rank:
             params = jax.device_get(tenant.state.params)
             huggingface.save_adapter(
-                draft, params, specs=pool.specs, base=self._base_name, dtype=wire
+                directory, params, specs=pool.specs, base=self._base_name, dtype=wire
             )
         else:
-            huggingface.save(draft, tenant.state.params, model.config, dtype=wire)
+            huggingface.save(directory, tenant.state.params, model.config, dtype=wire)
         if state:
-            write_tenant(draft / _STATE, tenant, seq=-1)
-        size = sum(file.stat().st_size for file in draft.iterdir())
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(draft, directory)
-        return size
+            write_tenant(directory / _STATE, tenant, seq=-1)
 
     def read_state(self, path: str, pool: Pool, *, optimizer: bool) -> Tenant:
         """Reads what `write_checkpoint` wrote; without `optimizer` the moments begin anew."""
@@ -97,11 +104,15 @@ def write_tenant(file: Path, tenant: Tenant, *, seq: int) -> None:
     }
     arrays["seq"] = np.array([seq])
     draft = file.with_name(f".{file.name}.draft")
-    with draft.open("wb") as stream:
-        np.savez(stream, **arrays)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
+    try:
+        with draft.open("wb") as stream:
+            np.savez(stream, **arrays)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(draft, file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_tenant(file: Path, *, like: Tenant) -> tuple[Tenant, int]:

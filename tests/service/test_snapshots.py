@@ -1,12 +1,15 @@
 """Snapshots that are written while the devices go on."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jaxrl import huggingface
 from jaxrl.service import snapshots as module
 from jaxrl.service.files import Files
+from jaxrl.service.pool import Kind
 from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store
 
@@ -61,13 +64,33 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_one_before_it(
     made.write("m", state(7.0), seq=0)
     made.settle("m")
 
-    def full(file, tenant, *, seq):
+    def full(stream, **arrays):
+        stream.write(b"a part")
         raise OSError("no space")
 
-    monkeypatch.setattr(module, "write_tenant", full)
+    monkeypatch.setattr(np, "savez", full)
     made.write("m", state(8.0), seq=2)
     found, seq = made.read("m", like=state(0.0))
     assert (found["count"], seq) == (7, 0)
     assert bodies(store) == [None, b"body", b"body"]
     assert "the snapshot of m failed" in caplog.text
+    assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["m.npz"]
     made.close()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_disk_as_it_was(
+    tmp_path, monkeypatch
+) -> None:
+    def full(directory, *_, **__):
+        (directory / "adapter_model.safetensors").write_bytes(b"a part")
+        raise OSError("no space")
+
+    monkeypatch.setattr(huggingface, "save_adapter", full)
+    precision = SimpleNamespace(wire=np.float32)
+    base = SimpleNamespace(precision=precision, model=None)
+    pool = SimpleNamespace(base=base, kind=Kind(4), specs=None)
+    tenant = SimpleNamespace(state=SimpleNamespace(params={}))
+    made = Files(tmp_path, base_name="b")
+    with pytest.raises(OSError, match="no space"):
+        made.write_checkpoint("tinker://m/weights/one", pool, tenant, state=True)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("checkpoints/m/weights/.*"))
