@@ -5,6 +5,7 @@ A session, named in the address, records the tokens of its turns as they were sa
 
 import asyncio
 import functools
+import math
 import secrets
 import threading
 from collections import OrderedDict
@@ -228,6 +229,11 @@ class Gateway:
     async def _reward(self, request: Request) -> Response:
         _, session = self._known(request)
         reward, metrics = await read_reward(request)
+        if not all(map(math.isfinite, (session.reward + reward, *metrics.values()))):
+            # It could be told to nobody: JSON has no such number.
+            raise TurnRefusedError(
+                "invalid", f"reward {reward} or metrics {metrics}: post finite numbers"
+            )
         session.reward += reward
         for name, value in metrics.items():
             session.metrics[name] = session.metrics.get(name, 0.0) + value
@@ -238,9 +244,11 @@ class Gateway:
         the reward."""
         _, session = self._known(request)
         try:
-            advantage = float(request.query_params.get("advantage", session.reward))
+            advantage = float(given := request.query_params.get("advantage", session.reward))
         except ValueError as error:
             raise TurnRefusedError("invalid", f"advantage must be a number: {error}") from error
+        if not math.isfinite(advantage):
+            raise TurnRefusedError("invalid", f"advantage = {given}: it must be a finite number")
         sequences = session.sequences()
         return JSONResponse(
             {

@@ -149,4 +149,11 @@ def test_keys_and_names_are_checked(server: Server) -> None:
     assert [one.id for one in agent.models.list()] == ["tiny"]
     agent.responses.create(model="tiny", input="hello", max_output_tokens=4)
     assert fetch(server, "/s/two", key=KEYS[1]).status_code == 404
-    assert len(fetch(server, "/s/two").json()["sequences"]) == 1
+    for content in ('{"reward": NaN}', '{"reward": 1, "metrics": {"n": 1e999}}'):
+        url, headers = f"{server.url}/s/two/reward", {"x-api-key": KEYS[0]}
+        refused = httpx.post(url, content=content, headers=headers, timeout=60)
+        assert (refused.status_code, "finite" in refused.text) == (400, True)
+    refused = fetch(server, "/s/two?advantage=nan")
+    assert (refused.status_code, "finite" in refused.text) == (400, True)
+    found = fetch(server, "/s/two").json()
+    assert (len(found["sequences"]), found["reward"], found["metrics"]) == (1, 0.0, {})
