@@ -71,7 +71,7 @@ class Engine:
         self._used = dict[str, int]()  # order of use
         self._done = dict[str, int]()  # the last request that a model in a slot includes
         self._samplers = samplers(self._read_weights)
-        self.queue, self.history = Queue(kind_of=self._together), History()
+        self.queue, self.history = Queue(kind_of=self._together, models=slots), History()
         self._listeners: dict[str, list[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         self._drawing: dict[str, Future[Answer]] = {}
@@ -366,10 +366,10 @@ class Engine:
         several = [p for p in self._pools.values() if bool(p.kind.rank) == bool(kind.rank)]
         held = [(self._used[name], name, p) for p in several for name in p.tenants]
         most = self._slots if kind.rank else 1
-        for _, name, of in sorted(held, key=lambda one: one[0])[: max(0, len(held) + 1 - most)]:
-            if name not in keep:
-                self._snapshot(name, of)
-                of.remove(name)
+        others = sorted((one for one in held if one[1] not in keep), key=lambda one: one[0])
+        for _, name, of in others[: max(0, len(held) + 1 - most)]:
+            self._snapshot(name, of)
+            of.remove(name)
         fresh = pool.fresh(json.loads(self.store.model(model)["content"])["seed"])
         tenant, seq = self._snapshots.read(model, like=fresh)
         pool.add(model, tenant)

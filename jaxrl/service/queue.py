@@ -25,9 +25,10 @@ class _Line:
 class Queue:
     """Accepted requests. Handlers of requests add to it; the engine's thread takes from it."""
 
-    def __init__(self, *, kind_of: Callable[[str], Hashable]) -> None:
-        """Makes an empty queue; `kind_of` maps a model to what it shares programs with."""
-        self._kind_of = kind_of
+    def __init__(self, *, kind_of: Callable[[str], Hashable], models: int) -> None:
+        """Makes an empty queue; `kind_of` maps a model to what it shares programs with. Training
+        requests of at most `models` are computed together."""
+        self._kind_of, self._models = kind_of, models
         self._ready = threading.Condition()
         self._lines = OrderedDict[str, _Line]()
         self._samples = OrderedDict[str, Work]()
@@ -93,10 +94,14 @@ class Queue:
         first = line.waiting[line.next]
         if first.kind != "compute":
             return [self._pop(line)]
-        key, taken = self._key(first), []
+        key, taken, models = self._key(first), list[Work](), 0
         for line in heads.values():
+            before = len(taken)
             while (work := line.waiting.get(line.next)) and self._key(work) == key:
                 taken.append(self._pop(line))
+            models += len(taken) > before
+            if models == self._models:
+                break
         return taken
 
     def _pop(self, line: _Line) -> Work:

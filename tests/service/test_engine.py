@@ -15,7 +15,7 @@ from tinker.proto import tinker_public_pb2 as proto
 from jaxrl.core import Precision, cast
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
-from jaxrl.service.pool import Base
+from jaxrl.service.pool import Base, Pool
 from jaxrl.service.state import Store, dumps
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
@@ -59,7 +59,7 @@ def body_of(kind: str, model: str) -> bytes:
     return message.SerializeToString()
 
 
-def started(store: Store, directory) -> Engine:
+def started(store: Store, directory, *, slots: int = 4) -> Engine:
     """An engine of two tenants whose requests were accepted before its start."""
     content = dumps({"rank": 4, "attention": True, "mlp": True, "seed": 0})
     for model in TENANTS:
@@ -78,14 +78,14 @@ def started(store: Store, directory) -> Engine:
         samplers=lambda load: None,
         microbatch_tokens=1024,
         max_batch=8,
-        slots=4,
+        slots=slots,
         snapshot_seconds=1000,
     )
 
 
-def norms(store: Store, directory) -> list[float]:
+def norms(store: Store, directory, *, slots: int) -> list[float]:
     """The norms of the gradients of both tenants."""
-    engine = started(store, directory)
+    engine = started(store, directory, slots=slots)
     while any(store.queued(f"{model}:2") for model in TENANTS):
         time.sleep(0.05)
     engine.close()
@@ -93,15 +93,24 @@ def norms(store: Store, directory) -> list[float]:
     return [json.loads(one["answer"])["metrics"]["grad_norm"] for one in answers]
 
 
-def test_a_batch_that_fails_after_an_answer_applies_nothing_twice(tmp_path) -> None:
-    found = []
-    for make in (Store, Full):
+def test_a_batch_that_fails_after_an_answer_applies_nothing_twice(tmp_path, monkeypatch) -> None:
+    """Compared with tenants that take turns in one slot."""
+    found, most, add = [], [], Pool.add
+
+    def counted(pool, *args):
+        add(pool, *args)
+        most[-1] = max(most[-1], len(pool.tenants))
+
+    monkeypatch.setattr(Pool, "add", counted)
+    for make, slots in ((Store, 1), (Full, 2)):
         directory = tmp_path / make.__name__
         directory.mkdir()
         store = make(directory / "state.sqlite")
-        found.append(norms(store, directory))
+        most.append(0)
+        found.append(norms(store, directory, slots=slots))
         store.close()
     assert store.failed
+    assert most == [1, 2]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 

@@ -24,8 +24,8 @@ def sample(name: str, seed: int, *, weights: str = "", whole: str = "") -> Work:
     return Work(name, "sample", name, 0, one)
 
 
-def queue_of(*models: str) -> Queue:
-    made = Queue(kind_of=lambda model: "kind")
+def queue_of(*models: str, together: int = 8) -> Queue:
+    made = Queue(kind_of=lambda model: "kind", models=together)
     for model in models:
         made.open(model)
     return made
@@ -48,6 +48,14 @@ def test_a_models_requests_are_done_in_order_and_tenants_share_a_batch():
     queue.add(compute("a", 2, loss="ppo"))
     queue.add(compute("b", 2))
     assert sorted([*taken(queue), *taken(queue)]) == ["a:2", "b:2"]
+
+
+def test_a_batch_has_no_more_tenants_than_slots():
+    queue = queue_of("a", "b", "c", together=2)
+    for seq in range(2):
+        for model in "abc":
+            queue.add(compute(model, seq))
+    assert [taken(queue), taken(queue)] == [["a:0", "a:1", "b:0", "b:1"], ["c:0", "c:1"]]
 
 
 def test_others_do_not_wait_for_a_step_or_a_refused_request():
