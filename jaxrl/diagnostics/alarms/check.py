@@ -27,7 +27,7 @@ def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int])
     """Applies all rules to the newest step. `raised` has the step of each rule's last alarm; the
     rule is silent for a window after it."""
     silent = {name for name, step in raised.items() if history.step <= step + limits.window}
-    if history.step <= limits.warmup:
+    if history.done <= limits.warmup:
         silent |= RULES.keys() - _FROM_THE_FIRST_STEP
     alarms, window_ago = list[Alarm](), history.step - limits.window
     for name, rule in RULES.items():

@@ -20,11 +20,12 @@ class History:
 
     Attributes:
       step: of the newest entry.
+      begun: step before the first entry; 0 unless the run is a fork, or has lost its metrics.
       since: step after which the run has used its present precision.
     """
 
     def __init__(self, entries: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.step = self.since = 0
+        self.step = self.since = self.begun = 0
         self._series: dict[str, Series] = {}
         self._highest: dict[str, float] = {}
         for entry in entries:
@@ -32,6 +33,8 @@ class History:
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Adds an entry of `tracking.read_metrics`; skips values that are not finite numbers."""
+        if not self._series:
+            self.begun = max(0, int(entry["step"]) - 1)
         self.step = int(entry["step"])
         if "precision" in entry.get("event", {}).get("changes", {}):
             self.since = self.step
@@ -41,6 +44,11 @@ class History:
                 series.steps.append(self.step)
                 series.values.append(float(value))
                 self._highest[name] = max(self.highest(name), value)
+
+    @property
+    def done(self) -> int:
+        """The steps from the first entry to the newest one."""
+        return self.step - self.begun
 
     @property
     def names(self) -> list[str]:

@@ -35,7 +35,7 @@ def kl_spike(history: History, limits: Limits) -> Finding | None:
     """KL above {kl_factor} x the median of the last {window} steps, and above {kl_floor} nats per
     token. In steps 10 to {warmup}, while the task is not solved: a mean reward clearly below the
     first two steps', or not above it at a KL above {kl_floor}."""
-    if history.step <= limits.warmup:
+    if history.done <= limits.warmup:
         return _no_rise(history, limits)
     value, before = history.at("kl", history.step), history.before("kl", limits.window)
     if not before.size:
