@@ -54,7 +54,8 @@ def test_fastest_good_precision_is_recommended():
 
 def test_best_precision_is_named_with_a_remedy():
     worse = measurement("worse", error=1.2, phantom=0.2, std=0.3)
-    advice = recommend([worse, WRONG])
+    overflows = measurement("overflows", error=float("nan"), phantom=0, std=float("nan"))
+    advice = recommend([overflows, worse, WRONG])
     assert "No precision is good" in advice
     assert "wrong has the smallest beta" in advice
     assert "clip 1.00 % of tokens" in advice

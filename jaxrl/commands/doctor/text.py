@@ -1,6 +1,7 @@
 """Table and recommendation of `jaxrl doctor`."""
 
 from collections.abc import Sequence
+from math import isnan
 from typing import NamedTuple
 
 from jaxrl.diagnostics import LogRatio
@@ -71,7 +72,8 @@ def recommend(measurements: Sequence[Measurement]) -> str:
         if m.numbers["token_mult_error"] <= _TOKEN_ERROR and m.numbers["phantom"] <= _PHANTOM
     ]
     if not good:
-        best = min(measurements, key=lambda m: m.numbers["beta_std"])
+        known = [m for m in measurements if not isnan(m.numbers["beta_std"])]  # no overflow
+        best = min(known or measurements, key=lambda m: m.numbers["beta_std"])
         return (
             f"No precision is good (token error at most {_TOKEN_ERROR}, phantom at most "
             f"{100 * _PHANTOM:g} %). {best.precision} has the smallest beta: {_reason(best)}. "
