@@ -14,6 +14,8 @@ from jaxrl.fleet.workers import Workers
 from jaxrl.huggingface import Checkpoint
 
 MODEL, ENVIRONMENT = "model", "environment"  # the parts of a reward that are not functions
+# Metrics reward/... that are not of one part.
+_METRICS = {"failed", "kl", "max", "min", "overlong", "p10", "p50", "p90", "std"}
 
 
 class TaskData(NamedTuple):
@@ -58,11 +60,18 @@ def load_task(
         examples = itertools.chain(prompts.examples, held_out.examples if held_out else ())
         _check_lengths(config, examples, policy=policy)
     rewards = load_functions(c.path, c.function_weights, timeout=c.timeout)
-    weights = {reward.name: reward.weight for reward in rewards}
+    further: dict[str, float] = {}
     if c.model is not None:
-        weights[MODEL] = c.model_weight
+        further[MODEL] = c.model_weight
     if config.environment.name is not None:
-        weights[ENVIRONMENT] = 1.0
+        further[ENVIRONMENT] = 1.0
+    weights = {reward.name: reward.weight for reward in rewards}
+    if taken := sorted(weights.keys() & (further.keys() | _METRICS)):
+        raise ValueError(
+            f"reward.path names a function {taken[0]!r}, and reward/{taken[0]} is a metric of "
+            "something else; rename the function"
+        )
+    weights |= further
     judge = None
     if config.judge.path is not None and not config.judge.by_hand:
         (judge,) = load_functions((config.judge.path,), timeout=c.timeout, key="judge.path")

@@ -30,6 +30,11 @@ def words(completion, example):
 def solved(completion, example):
     return example["solution"] == completion
 
+def model(completion, example):
+    return 1.0
+
+std = environment = model
+
 def same(completion, example):
     keys = {"prompt", "answer", "tags", "rendered_prompt"}
     assert example["prompt"] == "6*7=" and example["rendered_prompt"] == "u:6*7=;a:"
@@ -87,6 +92,22 @@ def test_an_environment_that_always_raises_ends_the_run_before_the_model_is_read
     assert f"reset failed: {material}/mine.py:{line} in reset: KeyError: 'solution'" in told
     assert "correct the environment, or the row" in told
     assert "safetensors" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("std", {}),
+        ("model", {"reward.model": "teacher"}),
+        ("environment", {"environment.name": "mine.py:Same"}),
+    ],
+)
+def test_a_reward_is_not_named_as_another_part_of_it(material, capsys, monkeypatch, name, changes):
+    monkeypatch.chdir(material)
+    changes = {"reward.path": f"mine.py:words,mine.py:{name}"} | changes
+    assert f"reward.path names a function '{name}', and reward/{name} is a metric of" in said(
+        material, capsys, **changes
+    )
 
 
 def test_values_of_the_first_row_are_shown(material, tmp_path, capsys):
