@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.builders.task import ENVIRONMENT
 from jaxrl.core import Rollout
 from jaxrl.data import Example
-from jaxrl.environments import environment_reward, episode_metrics, last_turn, score
+from jaxrl.environments import environment_reward, episode_metrics, last_turn, score, with_component
 from jaxrl.sampling import SamplingParams
 from jaxrl.training.rollouts.generate import RolloutSource, generate
 
@@ -85,17 +86,18 @@ def evaluate(
     rollouts = [one.rollout for one in ordered]
     texts = [task.tokenizer.decode(last_turn(r), skip_special_tokens=True) for r in rollouts]
     if not task.rewards:
-        rewards = np.array([environment_reward(r) for r in rollouts])
+        earned = np.array([environment_reward(r) for r in rollouts])
+        scored, name = score([], texts, []), ENVIRONMENT
+        scored = with_component(scored, name, values=earned, weight=1.0)
     else:
-        reward, records = task.rewards[0], [examples[r.group] for r in rollouts]
-        scored = score([reward], texts, records)
-        rewards = scored.components[reward.name]
-        failures.append(scored.first_failure)
+        name = task.rewards[0].name
+        scored = score(task.rewards[:1], texts, [examples[r.group] for r in rollouts])
+    failures.append(scored.first_failure)
     episodes = [r for r in rollouts if r.episode is not None]
     broken = [r.episode is not None and r.episode.failed for r in rollouts]
     shape = (len(examples), samples)
     return Evaluation(
-        rewards=np.where(broken, np.nan, rewards).reshape(shape),
+        rewards=np.where(broken, np.nan, scored.components[name]).reshape(shape),
         truncated=np.array([r.truncated for r in rollouts]).reshape(shape),
         completions=texts,
         numbers=episode_metrics(episodes),

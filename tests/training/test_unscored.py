@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrl.advantages import Outcomes, gdpo
+from jaxrl.core import Episode, Rollout
 from jaxrl.data.prompts import Example
+from jaxrl.environments.episodes.runner import EpisodeResults
 from jaxrl.environments.rewards.score import Reward, score
 from jaxrl.sampling.base import Completion, SamplingParams
 from jaxrl.training.evaluate import Evaluation, evaluate, evaluate_greedily
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import collect
+from jaxrl.training.rollouts.generate import generate
+from jaxrl.training.rollouts.score import score_rollouts
 from tests.run_config import run_config
 from tests.training.rollouts.source import make_source
 
@@ -79,6 +83,39 @@ def test_held_out_prompts_that_all_fail_end_the_run():
     task = source.task._replace(held_out=source.task.prompts)
     with pytest.raises(RuntimeError, match=r"every completion failed to be scored; .*'solution'"):
         evaluate_greedily(source._replace(task=task))
+
+
+@pytest.mark.parametrize("earned", [1e31, -1e300])
+def test_an_environments_reward_is_bounded_as_in_training(earned):
+    """Two of 1e308 would make the mean infinite, which no checkpoint takes as its metric."""
+
+    class Played:
+        def run(self, examples, *, sampler, params, group_size):
+            episodes = [Episode(((0, 2, x),), "done", {}) for x in (earned, 1.0)]
+            parts = (np.zeros(2, np.int32), np.zeros(2, np.float32), np.ones(2, bool))
+            rollouts = [
+                Rollout(example.tokens, *parts, parts[0], group, episode=one)
+                for (group, example), one in zip(examples.items(), episodes, strict=True)
+            ]
+            return EpisodeResults(rollouts, None)
+
+    config = run_config("nothing", environment__name="agent", train__group_size=2)
+    source = make_source(config, EXAMPLES, sampler=Counting(), reward=rewarding(raises))
+    runner: Any = Played()
+    weights = {"environment": 1.0}
+    task = source.task._replace(rewards=[], weights=weights)
+    source = source._replace(task=task, episode_runner=runner)
+    found = evaluate(source, EXAMPLES[:2], params=SamplingParams(max_tokens=2), samples=1)
+    assert (found.failed, found.accuracy) == (1, 0.5)
+    assert "it must be within +-1e+30" in str(found.failure)
+    played = [
+        one.rollout
+        for one in generate(
+            source, dict(enumerate(EXAMPLES[:2])), params=SamplingParams(max_tokens=2), group_size=1
+        )
+    ]
+    trained = score_rollouts(source, played, examples=dict(enumerate(EXAMPLES[:2])))
+    assert [math.isnan(r.reward) for r in trained] == [True, False]
 
 
 @pytest.mark.parametrize("how", FAILING)
