@@ -120,8 +120,8 @@ class CheckpointConfig(Section):
     """Checkpoints; a killed run resumes from the newest one, bit for bit."""
 
     every: NonNegativeInt = 20
-    """Save after this many steps; 0 saves only at the end and on a signal. `jaxrl train` also saves
-    after each evaluation."""
+    """Save after this many steps; 0 saves only at the end and on a signal. A run with
+    data.eval_path also saves after each evaluation."""
 
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""

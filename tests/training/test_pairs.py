@@ -227,11 +227,18 @@ def test_reward_model_learns_to_rank(reward_model, model, material, tokenizer, t
 
 
 def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
-    argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path)]
+    keys = {"eval.every": "3", "checkpoint.keep": "9"}
+    argv = [f"--{k}={v}" for k, v in arguments(model, material, tmp_path, **keys)]
     assert main(["dpo", *argv, "--loss", "sigmoid", "--loss.beta", "0.5"]) == 0
     assert "held-out pairs ranked correctly: 0.0 % -> 100.0 %" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     measured = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in measured] == [0, 3, 6, 9, 12]
+    # Any evaluated model may be the best, also between two checkpoints of every 4 steps.
+    ranked = [
+        p for p in tmp_path.glob("checkpoints/*/metrics/metrics") if "metric" in p.read_text()
+    ]
+    assert {int(path.parents[1].name) for path in ranked} == {3, 6, 9, 12}
     assert measured[0]["eval/reward/margin"] == 0.0  # the policy is its own reference
     assert measured[-1]["eval/reward/margin"] > 0.5
     moved = measured[-1]["eval/logprobs/rejected"] - measured[0]["eval/logprobs/rejected"]

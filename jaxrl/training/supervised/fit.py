@@ -256,7 +256,7 @@ def _train(
                 measured: Numbers = {}
                 if last or is_due(task.eval_every, result.step):
                     measured = log.held_out(state)
-                if stopping or is_due(config.checkpoint.every, result.step):
+                if stopping or measured or is_due(config.checkpoint.every, result.step):
                     _save(checkpoints, state, result, metric=measured.get("accuracy"))
                 if stopping and not last:
                     result.signum = signum
