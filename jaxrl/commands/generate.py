@@ -114,7 +114,6 @@ def main(argv: Sequence[str]) -> int:
         completions=min(config.sampler.max_requests, len(prompts)) * arguments.samples,
     )
     with (
-        open(arguments.out, "w", encoding="utf-8") if arguments.out else nullcontext() as out,
         open_policy(
             checkpoint,
             config.sampler,
@@ -123,6 +122,8 @@ def main(argv: Sequence[str]) -> int:
             needs=needs,
             note=tell,
         ) as sampler,
+        # Last, so that a model that cannot be opened leaves an earlier file as it is.
+        open(arguments.out, "w", encoding="utf-8") if arguments.out else nullcontext() as out,
     ):
         found = sampler.sample(prompts, sampling, group_size=arguments.samples)
         for completion in _in_order(found, samples=arguments.samples):

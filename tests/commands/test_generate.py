@@ -47,7 +47,7 @@ def test_without_prompts_it_ends_with_an_error(arguments, monkeypatch, capsys):
     assert "no prompts: give them as arguments, in data.path, or" in capsys.readouterr().err
 
 
-def test_rows_of_data_are_completed(arguments, tmp_path, capsys):
+def test_rows_of_data_are_completed(arguments, tmp_path, capsys, monkeypatch):
     chat = [{"role": "user", "content": "5+6"}]
     rows = [{"id": 7, "q": "1+2"}, {"id": 8, "q": chat}, {"id": 9, "q": "7+8"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,3 +66,12 @@ def test_rows_of_data_are_completed(arguments, tmp_path, capsys):
     assert "rows.jsonl:2" in capsys.readouterr().err
     assert main(["generate", *arguments, *data, "1+2"]) == 1
     assert "prompts as arguments, and data.path" in capsys.readouterr().err
+
+    def no_server(*_, **__):
+        raise FileNotFoundError("no python there")
+
+    monkeypatch.setattr(generate, "open_policy", no_server)
+    before = out.read_text()
+    assert main(["generate", *arguments, *data, "--out", str(out), "--data.limit", "1"]) == 1
+    assert "no python there" in capsys.readouterr().err
+    assert out.read_text() == before
