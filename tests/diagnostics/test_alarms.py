@@ -164,13 +164,15 @@ def test_rules_are_silent_during_warmup_and_cooldown():
     assert [alarm.step for alarm in replay_alarms(entries, LIMITS)] == [20, 29]
 
 
-def test_the_first_steps_of_a_fork_are_its_own():
+def test_a_fork_begins_at_its_first_step():
     entries = [usual(s) | ({"grad_norm": 50} if s in (5, 20) else {}) for s in range(1, 40)]
     entries[1:10] = beginning([0.5] * 2 + [0.1] * 10, kl=0.5)[1:10]
-    alarms = [(a.name, a.step) for a in replay_alarms(entries, LIMITS)]
-    assert alarms == [("kl_spike", 10), ("gradient_spike", 20)]
+    entries[2] |= {"reward/failed": 60.0}
+    alarms = [alarm[:3] for alarm in replay_alarms(entries, LIMITS)]
+    assert alarms == [("failed_rewards", 3, 0), ("kl_spike", 10, 2), ("gradient_spike", 20, 12)]
     forked = [entry | {"step": 100 + entry["step"]} for entry in entries]
-    assert [(a.name, a.step - 100) for a in replay_alarms(forked, LIMITS)] == alarms
+    later = [(name, 100 + step, 100 + healthy) for name, step, healthy in alarms]
+    assert [alarm[:3] for alarm in replay_alarms(forked, LIMITS)] == later
 
 
 def test_a_solved_task_may_be_certain():

@@ -17,7 +17,7 @@ class Alarm(NamedTuple):
 
     name: str  # of the rule, as in `RULES`
     step: int  # after which it was raised
-    healthy: int  # newest step before the problem: a window ago, or earlier
+    healthy: int  # newest step before the problem: a window ago, or earlier, or the beginning
     value: float
     limit: float
     text: str
@@ -33,7 +33,8 @@ def check_alarms(history: History, limits: Limits, *, raised: Mapping[str, int])
     for name, rule in RULES.items():
         if name not in silent and (found := rule.find(history, limits)) is not None:
             healthy = window_ago if found.since is None else min(window_ago, found.since)
-            alarms.append(Alarm(name, history.step, max(0, healthy), *found[:3]))
+            healthy = max(history.begun, healthy)
+            alarms.append(Alarm(name, history.step, healthy, *found[:3]))
     return alarms
 
 
