@@ -140,6 +140,7 @@ def _train(config: Config, interrupt: Interrupt, *, fork: str | None) -> Result:
                     save(run.checkpoints, state, progress=progress, metric=accuracy)
         model = None
         if progress.step == config.train.steps and verdict is None:
+            signum = 0  # one in the last step ends nothing early
             model = export(
                 run.config,
                 run.learning,

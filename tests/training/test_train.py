@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -107,10 +108,18 @@ def finished(material, compiled, tmp_path_factory) -> tuple[Path, train.Result]:
         "samples.every": "1",
         "train.profile_steps": "2,2",
     }
+    evaluate = train.evaluate
+
+    def interrupted(run, progress, **given):
+        if progress.step == 2:  # after the last step, which a signal cannot end early
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(run, progress, **given)
+
     native = jax.profiler.ProfileOptions()
     native.python_tracer_level = 0  # to write every call of Python takes longer than the run
     begin = functools.partial(jax.profiler.start_trace, profiler_options=native)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "evaluate", interrupted)
         patch.setattr(samples, "_MOST_TOKENS", 4)
         patch.setattr(jax.profiler, "start_trace", begin)
         return run_dir, train.train(config(material, run_dir, **changes))
