@@ -5,13 +5,13 @@ reads it. If the fleet has ended, nothing is changed, and the exit status is 1.
   jaxrl fleet runs/latest --workers 64 --servers 8"""
 
 import argparse
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands import options
 from jaxrl.commands.paths import config_of
+from jaxrl.config.toml_file import read_tree
 from jaxrl.fleet.events import ending
 from jaxrl.fleet.wanted import KINDS, Kind, ask
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     asked = {kind: getattr(given, kind) for kind in KINDS if getattr(given, kind) is not None}
     if not asked:
         raise ValueError("nothing is asked for: give --workers N, --servers N or both")
-    fleet = tomllib.loads(config_of(given.run).read_text(encoding="utf-8")).get("fleet")
+    fleet = read_tree(config_of(given.run)).get("fleet")
     if fleet is None:
         raise ValueError(
             f"{given.run}/config.toml has no table [fleet], so the run has no fleet; name a run of "

@@ -10,7 +10,6 @@ import argparse
 import functools
 import math
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rich.text import Text
 from jaxrl.commands import options
 from jaxrl.commands.paths import config_of
 from jaxrl.commands.report import collect
+from jaxrl.config.toml_file import read_tree
 from jaxrl.fleet.events import FILE as FLEET_FILE, parse_event, summary as fleet_summary
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
 from jaxrl.tracking.tracker import parse_entry
@@ -139,13 +139,24 @@ def render(
     Raises:
       ValueError: if the directory is not a run's.
     """
-    config = tomllib.loads(config_of(run).read_text(encoding="utf-8"))
-    entries, now = metrics.read(), time.time()
-    total = config["train"]["steps"]
+    entries, now, total = metrics.read(), time.time(), _total(run)
     ended = ending(entries, total=total, training=training, now=now)
     if not entries:
         return "no step yet" if ended else "no step yet; the first one compiles", ended
     return view(entries, collect.alarms(entries), total=total, now=now, ended=ended), ended
+
+
+def _total(run: Path) -> int:
+    """Reads the number of steps of a run; raises ValueError if its config.toml has none."""
+    path = config_of(run)
+    train = read_tree(path).get("train")
+    total = train.get("steps") if isinstance(train, dict) else None
+    if not isinstance(total, int) or total < 1:
+        raise ValueError(
+            f"{path} is not the config of a run: it has no train.steps above 0; name the run_dir "
+            "of a run that was started"
+        )
+    return total
 
 
 def view(

@@ -1,13 +1,13 @@
 """Data for the page of a run, read from the run's directory."""
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl.commands.paths import config_of
 from jaxrl.commands.report.charts import drawn
+from jaxrl.config.toml_file import read_tree
 from jaxrl.diagnostics import RULES, Cause, History, Series
 from jaxrl.tracking.tracker import read_metrics
 
@@ -30,7 +30,7 @@ def collect(run_dir: Path, *, name: str) -> dict[str, Any]:
             "`jaxrl report --follow` and `jaxrl watch` wait for the first one"
         )
     path = run_dir / "config.toml"
-    config = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = read_tree(path) if path.exists() else {}
     starts = read_metrics(run_dir / "starts.jsonl")
     logged = read_metrics(run_dir / "samples.jsonl")
     samples = _samples([entry for entry in logged if not entry.get("held_out")])

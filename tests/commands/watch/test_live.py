@@ -71,6 +71,14 @@ def test_run_without_rewards_has_steps():
 def test_command_reads_the_run_directory(tmp_path, capsys):
     assert main(["watch", str(tmp_path), "--once"]) == 1
     assert "is not a run" in capsys.readouterr().err
+    for foreign in ("", "train = 3\n", "[train]\nsteps = 'all'\n"):
+        (tmp_path / "config.toml").write_text(foreign)
+        assert main(["watch", str(tmp_path), "--once"]) == 1
+        assert "config.toml is not the config of a run: it has no" in capsys.readouterr().err
+    (tmp_path / "config.toml").write_text("[train\n")
+    for command in (["watch", str(tmp_path)], ["fleet", str(tmp_path), "--workers=2"]):
+        assert main(command) == 1
+        assert f"{tmp_path}/config.toml: not a TOML file" in capsys.readouterr().err
     (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "no step yet" in capsys.readouterr().out
