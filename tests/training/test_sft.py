@@ -172,6 +172,15 @@ def test_finetuning_learns_and_saves_a_model(material, tmp_path):
     assert tokenizer.decode([3]) == "<|user|>"
 
 
+def test_a_run_that_skips_every_step_says_so(material, tmp_path, capsys):
+    overflows = {"precision": "fp16_master,loss_scale=static:1e30", "train.steps": "21"}
+    sft.finetune(config(material, tmp_path, **overflows))
+    told = capsys.readouterr().err
+    assert told.count("changed nothing") == 1
+    assert "step 10: no gradient of the last 10 steps was finite" in told
+    assert "(0 of 10 steps were applied)" in told
+
+
 def test_dynamic_fine_tuning_by_config(material, tmp_path):
     """-p log p is at most 1 / e; cross-entropy begins above 3."""
     sft.finetune(config(material, tmp_path, **{"loss.name": "dft", "train.steps": "1"}))

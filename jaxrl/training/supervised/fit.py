@@ -235,7 +235,7 @@ def _train(
         flags = flags_note(task.setup.layout.mesh.devices.flat[0])
         for detail in filter(None, (*task.details, flags)):
             tracker.detail(detail)
-        log = _Log(task, tracker, result=result, precision=config.precision)
+        log = _Log(task, tracker, state=state, result=result, precision=config.precision)
         if result.step == 0:
             result.first = log.held_out(state)
         stopping = result.step == config.train.steps
@@ -288,11 +288,18 @@ class _Log:
     """Writes the metrics of a run and measures its throughput."""
 
     def __init__(
-        self, task: Task, tracker: Tracker | NullTracker, *, result: FitResult, precision: Precision
+        self,
+        task: Task,
+        tracker: Tracker | NullTracker,
+        *,
+        state: LearnerState,
+        result: FitResult,
+        precision: Precision,
     ) -> None:
         self._task, self._tracker, self._result = task, tracker, result
         self._precision = precision
         self._since, self._tokens = time.perf_counter(), 0
+        self._logged, self._applied, self._told = result.step, applied_steps(state), False
 
     def count(self, minibatch: Minibatch) -> None:
         """Counts the tokens of a step."""
@@ -307,8 +314,22 @@ class _Log:
         shown = {name: x for name, x in last.items() if not name.startswith("eval/")}
         if note := absorbed_note(shown, self._tracker.history, precision=self._precision):
             self._tracker.note(note)
+        self._tell_skipped(applied_steps(state))
         self._tracker.log(self._result.step, shown)
         self._since, self._tokens, self._result.last = now, 0, last
+
+    def _tell_skipped(self, applied: int) -> None:
+        """Shows a line if no step since the last log was applied, once in a row. A loss scale that
+        settles or grows skips fewer."""
+        done, step = self._result.step - self._logged, self._result.step
+        skipped = applied == self._applied and (applied == 0 or done >= _LOG_EVERY)
+        if skipped and not self._told:
+            self._tracker.note(
+                f"step {step}: no gradient of the last {done} steps was finite, so they changed "
+                f"nothing ({applied} of {step} steps were applied). Likely: 16-bit overflow, or a "
+                "loss that is not a number. Keys: precision, optimizer.learning_rate, model.path"
+            )
+        self._logged, self._applied, self._told = step, applied, skipped
 
     def held_out(self, state: LearnerState) -> Numbers:
         """Measures the held-out data and logs the result; empty without such data."""
