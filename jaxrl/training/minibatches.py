@@ -78,7 +78,11 @@ def with_room(learning: Learning, given: Sequences) -> Learning:
 
 def compute_advantages(run: Run, state: State, given: Sequences) -> tuple[Targets, Numbers]:
     """Computes the advantages and, with a critic, its values and targets. `state` is the one before
-    any update of this step."""
+    any update of this step.
+
+    Raises:
+      ValueError: if the advantage asks for greedy completions of a server that sleeps.
+    """
     rollouts, parts = given.rollouts, given.parts
     learning, source, policy = run.learning, run.source, state.policy.params
     recipe, divided = learning.recipe, [rollouts[part] for part in parts]
@@ -95,12 +99,20 @@ def compute_advantages(run: Run, state: State, given: Sequences) -> tuple[Target
         )
         return mine, theirs
 
+    def greedy() -> np.ndarray:
+        if source.config.sampler.sleep:
+            raise ValueError(
+                "sampler.sleep = true, and the advantage asks the sleeping server for greedy "
+                "completions; leave sampler.sleep out, or choose another loss.advantage"
+            )
+        return run.hosts.on_leader(lambda: greedy_rewards(source, rollouts))
+
     outcomes, numbers = shaped_outcomes(
         source.config,
         rollouts,
         weights=source.task.weights,
         logprobs=logprobs,
-        greedy=lambda: run.hosts.on_leader(lambda: greedy_rewards(source, rollouts)),
+        greedy=greedy,
         episodes=given.episodes,
     )
     outcomes = dataclasses.replace(

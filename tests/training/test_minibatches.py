@@ -37,6 +37,7 @@ from jaxrl.training.minibatches import (
 from tests import tiny
 from tests.commands.plan.configs import make_config
 from tests.learner.test_critic import params as critic_params
+from tests.run_config import run_config
 
 TWICE = {"train__updates_per_rollout": "2"}
 ANCHOR = {"loss__ratio": "over_anchor"}
@@ -190,6 +191,19 @@ def test_a_truncated_completion_continues_in_the_critics_mind():
     for i, one in enumerate(cut):
         expected = one.reward + (ahead[i] if one.truncated else 0.0)
         np.testing.assert_allclose((found.returns or ())[i], expected, atol=1e-5)
+
+
+def test_a_server_that_sleeps_is_asked_for_nothing():
+    keys = {"loss.name": "remax", "sampler.name": "vllm", "sampler.sleep": "true"}
+    config = run_config("nothing", **keys)
+    rollouts = [one._replace(components=(one.reward,)) for one in tiny.rollouts(2)]
+    learning: Any = SimpleNamespace(recipe=make_recipe(config), critic=None)
+    # A sampler would have to be asked, and there is none.
+    source = SimpleNamespace(config=config, task=SimpleNamespace(weights={"given": 1.0}))
+    run: Any = SimpleNamespace(learning=learning, source=source, hosts=None)
+    state: Any = SimpleNamespace(policy=SimpleNamespace(params=None))
+    with pytest.raises(ValueError, match=r"sampler\.sleep = true, and the advantage asks the"):
+        compute_advantages(run, state, Sequences(rollouts, [slice(0, 2)], None))
 
 
 def test_rows_without_a_bound_have_no_description():
