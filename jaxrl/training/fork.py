@@ -15,7 +15,7 @@ from jaxrl.config.training import Config
 from jaxrl.learner import Checkpoints, MisfitError, Restored
 from jaxrl.tracking.tracker import read_metrics
 from jaxrl.training.copies import copy_of, one_checkpoint
-from jaxrl.training.inputs import HELD_OUT, TRAINING, Inputs, read_inputs
+from jaxrl.training.inputs import HELD_OUT, TRAINING, Inputs, has_other, read_inputs
 from jaxrl.training.progress import Progress
 from jaxrl.training.run_directory import (
     ORDER,
@@ -53,8 +53,7 @@ class Fork(NamedTuple):
         did not keep its inputs."""
         here = self.here or {}
         if self.inputs:
-            old, new = self.inputs.get(name), here.get(name)
-            return (old and old.digests) != (new and new.digests)
+            return has_other(name, there=self.inputs, here=here)
         return any(key.startswith(("data.", "model.")) for key in self.changed)
 
     def read(self, like: Any, *, critic: Any = None) -> Restored[Any]:

@@ -207,6 +207,25 @@ def differences(there: Inputs, here: Inputs) -> list[str]:
     return changed
 
 
+def has_other(name: str, *, there: Inputs, here: Inputs) -> bool:
+    """Tells if an input has another content here, or is only in one of the two."""
+    old, new = there.get(name), here.get(name)
+    return (old and old.digests) != (new and new.digests)
+
+
+def held_out_note(directory: Path, here: Inputs) -> str | None:
+    """Returns a line if the run in the directory has measured other held-out data so far, which the
+    keys data.eval_* may change; None otherwise."""
+    there = read_inputs(directory)
+    measured = HELD_OUT in there and holds_checkpoints(directory)
+    if not (measured and has_other(HELD_OUT, there=there, here=here)):
+        return None
+    return (
+        f"other {HELD_OUT} than at the last start: the accuracies before, and the best checkpoint "
+        "so far, are those of the old data"
+    )
+
+
 def read_inputs(directory: Path) -> Inputs:
     """Reads the inputs of the run in a directory; none if it did not keep them.
 

@@ -23,7 +23,7 @@ KINDS = {
     "teacher": (run, {"reward.model": "{}/teacher"}),
     "sft": (supervised, {}),
     "sft adapters": (supervised, {"lora.rank": "2"}),
-    "dpo": (supervised, {"loss.name": "sigmoid"}),
+    "dpo": (supervised, {"loss.name": "sigmoid", "data.eval_path": "{}/pairs.jsonl"}),
 }
 
 
@@ -145,11 +145,22 @@ def test_damaged_digests_name_the_file(material, begun, tmp_path):
         resume(material, lambda kind: tmp_path / "old", "full", tmp_path)
 
 
-def test_other_held_out_file_is_no_change(material, begun, tmp_path):
-    """Held-out keys are free, so another file under another key resumes."""
-    shutil.copytree(begun("full"), tmp_path / "run")
-    keys = {"data.eval_path": material / "prompts.jsonl", "train.steps": "3"}
-    assert run(material, tmp_path / "run", **keys).step == 3
+@pytest.mark.parametrize("kind", ["full", "dpo"])
+def test_other_held_out_file_is_no_change(material, begun, tmp_path, kind, capsys):
+    """Held-out keys are free, so another file under another key resumes. What was measured on the
+    old one is not compared with what is measured on it."""
+    shutil.copytree(begun(kind), tmp_path / "run")
+    rows = (material / ("pairs.jsonl" if kind == "dpo" else "prompts.jsonl")).read_text()
+    (tmp_path / "other.jsonl").write_text("".join(rows.splitlines(keepends=True)[:5]))
+    train, keys = keys_of(kind, material)
+    keys |= {"data.eval_path": tmp_path / "other.jsonl", "train.steps": "3"}
+    told = "other held-out data than at the last start: the accuracies before, and the best"
+    for times in (1, 0):
+        found = train(material, tmp_path / "run", **keys)
+        assert capsys.readouterr().err.count(told) == times
+        assert found.step == 3
+        assert found.last["eval/accuracy"] if kind == "dpo" else found.final_accuracy is not None
+        assert found.first == {} if kind == "dpo" else found.initial_accuracy is None
 
 
 def test_unchanged_weights_are_not_read_again(tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ from jaxrl.training.inputs import (
     Input,
     compare_inputs,
     held_out_input,
+    held_out_note,
     model_inputs,
     rows_input,
     write_inputs,
@@ -130,6 +131,7 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
     with lock(directory, hosts), hosts.reporting():
         attention = attention_note(config, setup.model, layout=setup.layout)
         inputs = hosts.on_leader(lambda: compare_inputs(directory, _inputs(config, task)))
+        measured = hosts.on_leader(lambda: held_out_note(directory, inputs))
         change = hosts.on_leader(lambda: check_config(directory, config))
         hosts.on_leader(lambda: write_inputs(directory, inputs))
         if task.fork is not None:
@@ -148,8 +150,11 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
                 lengths=task.lengths,
                 held_out=len(task.held_out),
             )
-            notes = (*repaired, *first, change, *task.notes)
-            result, params = _train(config, task, checkpoints=checkpoints, notes=notes)
+            notes = (*repaired, *first, change, measured, *task.notes)
+            other = measured is not None
+            result, params = _train(
+                config, task, checkpoints=checkpoints, notes=notes, other_held_out=other
+            )
         if result.step == config.train.steps:
             result.model = write_model(
                 config,
@@ -214,10 +219,17 @@ def _save(
 
 
 def _train(
-    config: SupervisedConfig, task: Task, *, checkpoints: Checkpoints, notes: Sequence[str | None]
+    config: SupervisedConfig,
+    task: Task,
+    *,
+    checkpoints: Checkpoints,
+    notes: Sequence[str | None],
+    other_held_out: bool,
 ) -> tuple[FitResult, Params]:
     (state, update), hosts, fork = compile_step(config, task), task.setup.hosts, task.fork
     state, result = restore(config, task, state, checkpoints=checkpoints)
+    if other_held_out:
+        result.first = {}
     opened = open_run_tracker(
         config,
         step=result.step,
