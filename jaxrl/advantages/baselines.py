@@ -163,9 +163,10 @@ def turn_relative(outcomes: Outcomes) -> list[np.ndarray]:
     """Reward of an episode from a turn on, minus its mean over the group's episodes that reach the
     turn; one number for all tokens of the turn; for each completion f32[C].
 
-    A turn gets no credit for rewards before it. After the turn-level advantages of
-    arXiv:2505.11821. Completions of a single turn get the advantages of `centred`. A reward that is
-    NaN is left out of every mean, and its advantage is 0.
+    A turn gets no credit for rewards before it. In an episode of several sequences, whose order in
+    time is not kept, all turns get credit for those of turns that another sequence trains. After
+    the turn-level advantages of arXiv:2505.11821. Completions of a single turn get the advantages
+    of `centred`. A reward that is NaN is left out of every mean, and its advantage is 0.
 
     Example:
       >>> given = {"groups": np.array([7, 7]), "action_masks": [np.ones(2, bool)] * 2}
