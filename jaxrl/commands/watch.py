@@ -26,7 +26,7 @@ from jaxrl.commands.report import collect
 from jaxrl.config.toml_file import read_tree
 from jaxrl.fleet.events import FILE as FLEET_FILE, parse_event, summary as fleet_summary
 from jaxrl.tracking.display import DISPLAYED, RECENT_STEPS, format_duration, seconds_left
-from jaxrl.tracking.tracker import parse_entry
+from jaxrl.tracking.tracker import parse_entry, read_metrics
 from jaxrl.training import copies
 from jaxrl.training.ending import Ending, ending, is_training, last_action
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watched(paths: Iterable[str]) -> Iterable[str]:
-    return {"metrics.jsonl", "config.toml", FLEET_FILE} & set(paths)
+    return {"metrics.jsonl", "config.toml", "starts.jsonl", FLEET_FILE} & set(paths)
 
 
 class Tail:
@@ -140,7 +140,9 @@ def render(
       ValueError: if the directory is not a run's.
     """
     entries, now, total = metrics.read(), time.time(), _total(run)
-    ended = ending(entries, total=total, training=training, now=now)
+    starts = read_metrics(run / "starts.jsonl")
+    started = starts[-1].get("time", 0.0) if starts else 0.0
+    ended = ending(entries, total=total, training=training, now=now, started=started)
     if not entries:
         return "no step yet" if ended else "no step yet; the first one compiles", ended
     return view(entries, collect.alarms(entries), total=total, now=now, ended=ended), ended
@@ -208,7 +210,7 @@ def _state(
     ended: Ending | None,
 ) -> str:
     last, action = entries[-1], last_action(entries)
-    if action in _ENDED:
+    if action in _ENDED and (ended is None or ended.status):
         return _ENDED[action]
     if last["step"] >= total:
         return "done"

@@ -53,7 +53,12 @@ def is_training(run: str) -> bool | None:
 
 
 def ending(
-    entries: Sequence[Mapping[str, Any]], *, total: int, training: bool | None, now: float
+    entries: Sequence[Mapping[str, Any]],
+    *,
+    total: int,
+    training: bool | None,
+    now: float,
+    started: float = 0.0,
 ) -> Ending | None:
     """Concludes how a run of `total` steps ended; None while it may go on.
 
@@ -63,10 +68,11 @@ def ending(
       training: as `is_training` returns it. If it cannot be told, a run that has finished or that
         an alarm has ended counts as ended after a minute.
       now: seconds since the epoch.
+      started: the last start of a program, in seconds since the epoch.
     """
     if training:
         return None
-    found = _concluded(entries, total=total)
+    found = _concluded(entries, total=total, started=started)
     if training is None and (found.status == 1 or now - entries[-1].get("time", 0.0) < _QUIET):
         return None
     return found
@@ -80,11 +86,13 @@ def last_action(entries: Sequence[Mapping[str, Any]]) -> str | None:
     return events[-1] if events else None
 
 
-def _concluded(entries: Sequence[Mapping[str, Any]], *, total: int) -> Ending:
+def _concluded(entries: Sequence[Mapping[str, Any]], *, total: int, started: float) -> Ending:
     if not entries:
         return Ending(f"ended before the first step; {_RESUME}", 1)
     step, action = entries[-1]["step"], last_action(entries)
-    if action == "pause":
+    # A start after a pause in the last step only writes the model.
+    resumed = step == total and started > entries[-1].get("time", 0.0)
+    if action == "pause" and not resumed:
         return Ending(f"paused by an alarm at step {step} of {total}; {_RESUME}", 3)
     if action == "stop":
         return Ending(f"stopped by an alarm at step {step} of {total}", 4)

@@ -39,6 +39,13 @@ def test_ending_is_read_from_the_metrics(entries, text, status):
     assert (ending(entries, total=9, training=None, now=9000.0) is None) == (status == 1)
 
 
+def test_a_start_after_a_pause_in_the_last_step_finishes_the_run():
+    for step, started, status in ((9, 999.0, 3), (9, 1000.5, 0), (7, 1000.5, 3)):
+        entries = lines(step, "pause")
+        found = ending(entries, total=9, training=False, now=1001.0, started=started)
+        assert found.status == status
+
+
 def test_a_run_trains_while_a_program_holds_its_lock(tmp_path):
     run = tmp_path / "run"
     with lock(run, Hosts()):

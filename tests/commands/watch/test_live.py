@@ -1,4 +1,5 @@
 import json
+import platform
 import time
 
 import jax
@@ -131,3 +132,18 @@ def test_command_ends_with_the_run(done, text, status, tmp_path, capsys, monkeyp
     assert text.replace("RUN", str(tmp_path)) in capsys.readouterr().out.replace("\n", "")
     assert len(waited) == 2
     assert main(["watch", str(tmp_path)]) == status  # at once
+
+
+def test_a_run_that_was_resumed_after_a_pause_in_its_last_step_has_finished(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 50\n")
+    event = {"alarm": "held_out", "at": 50, "action": "pause", "text": "", "value": 0.2}
+    paused = {"step": 50, "time": time.time() - 9, "event": event}
+    write_lines(tmp_path / "metrics.jsonl", [*steps(50), paused])
+    write_lines(tmp_path / "starts.jsonl", [{"step": 0, "time": 1.0, "host": platform.node()}])
+    assert main(["watch", str(tmp_path)]) == 3
+    assert "paused by an alarm at step 50 of 50" in capsys.readouterr().out
+    record_start(tmp_path, step=50, devices=jax.devices())
+    assert main(["watch", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "finished after 50 steps" in shown
+    assert "done" in shown
