@@ -274,12 +274,14 @@ def read_parameter(
         part = tensors[name].read(shape=one.tensor_shape)
         if out is None:
             out = np.empty((len(names), *one.shape[one.stacked :]), dtype or part.dtype)
-        try:
-            with np.errstate(over="raise"):
-                out[i] = one.swap(part)
-        except FloatingPointError:
+        with np.errstate(over="ignore"):
+            out[i] = one.swap(part)
+        # numpy reports no overflow of casts from and to bf16, which has the range of f32.
+        if jnp.finfo(out.dtype).maxexp < jnp.finfo(part.dtype).maxexp and (
+            np.count_nonzero(np.isinf(out[i])) > np.count_nonzero(np.isinf(part))
+        ):
             raise ValueError(
                 f"{tensors[name].path}: tensor {name!r} has values that are infinite in {out.dtype}"
-            ) from None
+            )
     assert out is not None  # a decoder has at least one layer
     return out.reshape(one.shape)
