@@ -37,9 +37,9 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Learned positions, two layers in a list, a tied head, and a state that is no parameter."""
 
-    def __init__(self, vocab, size, rngs):
+    def __init__(self, vocab, size, rngs, places=128):
         self.tokens = nnx.Embed(vocab, size, rngs=rngs)
-        self.places = nnx.Embed(128, size, rngs=rngs)
+        self.places = nnx.Embed(places, size, rngs=rngs)
         self.layers = nnx.List([Layer(size, 4, rngs) for _ in range(2)])
         self.dropout = nnx.Dropout(0.0, rngs=rngs)
 
@@ -55,13 +55,17 @@ class Decoder(nnx.Module):
         return self.tokens.attend(self.hidden(tokens, order[None], mask))
 
 
+def as_model(module, max_positions):
+    return from_nnx(
+        module,
+        lambda module, tokens, positions, mask: module.hidden(tokens, positions, mask),
+        unembedding=lambda module: module.tokens.embedding[...],
+        max_positions=max_positions,
+    )
+
+
 MODULE = Decoder(64, 32, nnx.Rngs(0))
-MODEL, PARAMS = from_nnx(
-    MODULE,
-    lambda module, tokens, positions, mask: module.hidden(tokens, positions, mask),
-    unembedding=lambda module: module.tokens.embedding[...],
-    max_positions=128,
-)
+MODEL, PARAMS = as_model(MODULE, 128)
 RECIPE = dapo(ratio=on_policy)
 ROLLOUTS = tiny.rollouts(8, longest=20)
 ROWS = {"row_length": 48, "rows_per_microbatch": 2}
@@ -142,6 +146,17 @@ def test_sampling_without_cache_draws_the_same():
         assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
         assert (other.versions == 3).all()
+
+
+def test_a_completion_may_fill_the_positions_that_a_module_has():
+    module = Decoder(64, 32, nnx.Rngs(0), places=11)
+    model, params = as_model(module, 11)
+    sampler = jaxrl.EmbeddedSampler(model, params, precision=F32)
+    asked = jaxrl.SamplingParams(max_tokens=8)
+    (one,) = sampler.sample([np.array([3, 4, 5], np.int32)], asked, group_size=1)
+    logits = nnx.jit(lambda module, ids: module(ids))(module, jnp.array([[3, 4, 5, *one.tokens]]))
+    expected = jax.nn.log_softmax(logits)[0, np.arange(2, 10), one.tokens]
+    np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
 
 
 def test_a_module_learns_from_its_own_samples():

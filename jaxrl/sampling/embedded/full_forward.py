@@ -40,6 +40,8 @@ def decode_batch_without_cache(
     if request.closed.is_set():
         raise ClosedError("the sampler was closed")
     width = length_bucket(max(len(turn.context) + turn.max_tokens for turn in turns), step=16)
+    # A module may have no embedding of later positions, and NaN there would reach all tokens.
+    width = min(width, request.model.config.max_positions)
     size = count_bucket(len(turns), multiple=request.shards)
     size = min(size, max_rows(request.max_batch, shards=request.shards))
     settings = request.settings
