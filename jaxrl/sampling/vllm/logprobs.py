@@ -63,6 +63,7 @@ class VllmScorer:
           ValueError: if a sequence is empty, too long or outside the vocabulary.
           SamplerError: if a server does not answer after several attempts, or its weights are not
             the ones to score with.
+          ClosedError: if it is closed meanwhile.
         """
         turns = check_turns(
             [Turn(sequence, i, 0, 1) for i, sequence in enumerate(sequences)],
@@ -75,7 +76,7 @@ class VllmScorer:
         """Closes the connections, so that servers abort their requests, and ends the threads."""
         self._router.abort()
         for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown()  # requests that wait fail; `as_completed` would wait for cancelled ones
         self._router.close()
 
     def _make_room(self, servers: int) -> None:

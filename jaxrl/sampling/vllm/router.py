@@ -116,7 +116,9 @@ class Router:
                 continue
             failures, failed = failures + 1, url
             final = 400 <= status < 500 or failures == _ATTEMPTS
-            if final or self._closed.wait(_FIRST_WAIT * 2 ** (failures - 1)):
+            if self._closed.wait(0 if final else _FIRST_WAIT * 2 ** (failures - 1)):
+                raise ClosedError("the sampler was closed")
+            if final:
                 raise SamplerError(
                     f"{url} did not answer {about}: {status or ''} {text}", status=status
                 )
