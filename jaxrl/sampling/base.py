@@ -75,7 +75,10 @@ class SamplingParams:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all tokens)"),
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 (keeps all tokens) and 1"),
-            "stop": (all(map(len, self.stop)), "made of sequences of at least one token id"),
+            "stop": (
+                all(len(one) and min(one) >= 0 for one in self.stop),
+                "made of sequences of at least one token id, none below 0",
+            ),
             "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
         }
         for name, (valid, expected) in ranges.items():

@@ -120,6 +120,7 @@ def test_zero_weight_token_is_never_drawn(weights, uniforms):
         {"top_k": -1},
         {"min_p": 1.1},
         {"stop": ((1,), ())},
+        {"stop": ((1,), (5, -1))},
         {"seed": -1},
     ],
     ids=str,
