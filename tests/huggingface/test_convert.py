@@ -72,6 +72,13 @@ def test_defaults_are_those_of_the_family():
     assert from_hf_config(raw("llama", eos_token_id=[3, 4])).eos_ids == (3, 4)
 
 
+def test_a_model_without_end_tokens_names_none(tmp_path):
+    config = from_hf_config(raw("llama"))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config, dtype="float32")))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert transformers.GenerationConfig.from_model_config(read).eos_token_id is None
+
+
 def test_gemma_3_of_transformers_4():
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": scaling}

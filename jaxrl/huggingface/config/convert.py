@@ -135,7 +135,7 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
       dtype: the weights' dtype by its long name, such as "bfloat16".
     """
     family = FAMILIES[config.model_type]
-    activation = _ACTIVATIONS[config.activation]
+    activation, ends = _ACTIVATIONS[config.activation], list(config.eos_ids)
     content = {
         "architectures": [family.scored_architecture if config.scored else family.architecture],
         **{key: getattr(config, field) for field, key in _keys(config.model_type).items()},
@@ -143,7 +143,8 @@ def to_hf_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": activation,
         "attention_dropout": 0.0,
-        "eos_token_id": list(config.eos_ids) if len(config.eos_ids) != 1 else config.eos_ids[0],
+        # transformers takes the first of a list for padding, so an empty one is an error there.
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "use_cache": True,
         # transformers 5 and 4 use different keys; each ignores the other's.
         "dtype": dtype,
