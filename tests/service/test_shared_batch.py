@@ -10,7 +10,7 @@ import pytest
 from jaxrl.core import Precision, cast
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import decoder, init, lora
-from jaxrl.sampling import Completion, EmbeddedSampler, SamplingParams, StopTexts, Turn
+from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
 from jaxrl.sampling.embedded import sampler as sampler_module
 from jaxrl.service.pool import ALPHA, Base
 from jaxrl.service.sampling import BASE, Answer, Embedded, Request, Samplers
@@ -123,3 +123,20 @@ def test_the_base_is_never_copied(tokenizer):
     served = tenants.embedded.sampler._weights.params
     tenants.together([request("b", 1), request(BASE, 1)])
     assert tenants.embedded.sampler._weights.params is served
+
+
+def test_adapters_that_change_in_place_are_joined_anew():
+    tenants, params = Tenants(), SamplingParams(max_tokens=3)
+    turns = [OwnTurn(Turn(np.arange(3, 7, dtype=np.int32), 0, 0, 3), params, 0)]
+    several = [lora.scaled(tenants.weights["a"])]
+
+    def logprobs():
+        ((_, one),) = tenants.embedded.sampler.sample_own(turns, several)
+        return one.logprobs
+
+    first = logprobs()
+    several[0] = jax.tree.map(lambda x: 2 * x, several[0])
+    assert not np.allclose(first, second := logprobs())
+    layers = several[0]["layers"]
+    several[0]["layers"] = {name: 3 * x for name, x in layers.items()}
+    assert not np.allclose(second, logprobs())

@@ -1,6 +1,7 @@
 """Sampling with JAX on the learner's own devices: the default sampler, without a server."""
 
 import functools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ class EmbeddedSampler(Sampler):
         self._split = model.config if wants_unstacked(own, model.config) else None
         self._precision = precision  # an argument, so that samplers share the compiled program
         self._programs: dict[Any, Any] = {}
-        self._last_joined: tuple[Sequence[Params], Params] = (), {}
+        self._last_joined: tuple[list[Any], Any, Params] = [], jax.tree.structure([]), {}
         self.load(params, version=version)
 
     @property
@@ -186,15 +187,15 @@ class EmbeddedSampler(Sampler):
     def _join(self, adapters: Sequence[Params], *, count: int) -> Params:
         """Joins adapters as the sampler takes them, with some that adapt nothing up to `count`; the
         last result is kept."""
-        known, result = self._last_joined
-        same = [id(one) for one in known] == [id(one) for one in adapters]
-        if not same:
+        arrays, form = jax.tree.flatten([*adapters])  # dicts and lists may have changed since
+        known, same_form, result = self._last_joined
+        if form != same_form or not all(map(operator.is_, arrays, known)):
             if "join" not in self._programs:
                 own = None if self._layout is None else self._layout.replicated
                 self._programs["join"] = jit(_joined, static_argnums=(1, 2), out_shardings=own)
             several = [*adapters, *[{}] * (count - len(adapters))]
             result = self._programs["join"](several, self._precision, self._split)
-            self._last_joined = adapters, result
+            self._last_joined = arrays, form, result
         return result
 
     def _checked(self, turns: Sequence[Turn]) -> list[Turn]:
