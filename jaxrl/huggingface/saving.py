@@ -16,7 +16,7 @@ from jaxrl.huggingface import eight_bits
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.files import INDEX, SINGLE, write_json, write_tensors
-from jaxrl.huggingface.tokenizer import copy_tokenizer, write_end_ids
+from jaxrl.huggingface.tokenizer import copy_processor, copy_tokenizer, write_end_ids
 from jaxrl.huggingface.unused import unused_tensors, with_unused
 from jaxrl.models import spec
 from jaxrl.models.families import DecoderConfig
@@ -42,8 +42,9 @@ def save(
       params: the decoder's parameters, on any devices; fetched one by one.
       config: the decoder's.
       dtype: dtype to cast tensors to.
-      source: checkpoint whose tokenizer, generation files and unused tensors
-        (`unused.unused_tensors`) are copied. Its `end_ids` go into generation_config.json.
+      source: checkpoint whose tokenizer, generation files, unused tensors
+        (`unused.unused_tensors`) and, for a wrapped model, processor of images are copied. Its
+        `end_ids` go into generation_config.json.
       blocks: form of the matrices of layers: "none", or "e4m3" or "int8", see `eight_bits`.
       max_shard_bytes: largest size of a file, unless a single tensor is larger. Several files get
         an index.
@@ -113,6 +114,8 @@ def save_tensors(
             path.unlink(missing_ok=True)
     if source is not None:
         copy_tokenizer(source.directory, directory)
+        if config.wrapped:
+            copy_processor(source.directory, directory)
         if not config.scored:
             # A tokenizer that cannot be read has not ended any completion.
             with contextlib.suppress(OSError, ValueError):

@@ -23,6 +23,12 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+# Of a model of images and text, beside its tokenizer.
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 # What transformers says of files as their authors published them; it reads them right.
 _OF_PUBLISHED_FILES = {
     "transformers.models.auto.tokenization_auto": "`tokenizer_class` is",
@@ -157,7 +163,16 @@ def write_end_ids(directory: Path, ends: Sequence[int], *, content: Mapping[str,
 
 def copy_tokenizer(source_dir: str | Path, directory: str | Path) -> None:
     """Copies tokenizer and generation files from one checkpoint to another, if they exist."""
-    for name in _TOKENIZER_FILES:
-        source, target = Path(source_dir) / name, Path(directory) / name
+    _copy(_TOKENIZER_FILES, Path(source_dir), Path(directory))
+
+
+def copy_processor(source_dir: str | Path, directory: str | Path) -> None:
+    """Copies the files by which a model of images and text reads images, if they exist."""
+    _copy(_PROCESSOR_FILES, Path(source_dir), Path(directory))
+
+
+def _copy(names: Sequence[str], source_dir: Path, directory: Path) -> None:
+    for name in names:
+        source, target = source_dir / name, directory / name
         if source.is_file() and not (target.exists() and target.samefile(source)):
             shutil.copyfile(source, target)

@@ -90,9 +90,12 @@ def test_logits_equal_those_of_transformers(family, tied, tmp_path):
 
 def test_export_keeps_every_tensor(stored, tmp_path):
     before, reference = stored
+    processor = "preprocessor_config.json"  # without it transformers and vLLM read no image
+    (before / processor).write_text('{"patch_size": 4}')
     config, params = huggingface.load(before, dtype=None)
     huggingface.save(tmp_path, params, config, dtype=F32, source=huggingface.Checkpoint(before))
     assert bits(tmp_path) == bits(before)
+    assert (tmp_path / processor).read_text() == (before / processor).read_text()
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["text_config"]["mtp_num_hidden_layers"] == 1
     assert huggingface.Checkpoint(tmp_path).config == config
