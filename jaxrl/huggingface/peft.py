@@ -33,6 +33,10 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
+# Variants of LoRA that compute something else from the same tensors.
+_VARIANTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config")
+# Beginnings of values of `init_lora_weights` for which PEFT also changes the base, at each load.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def save_adapter(
@@ -93,11 +97,18 @@ def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Para
                 f"{path}: {key} is {excerpt(config.get(key))} but {ours} is {value!r}; set {ours} "
                 "to the value that the adapters were trained with"
             )
-    for key, value in _PLAIN.items():
+    for key, value in (_PLAIN | dict.fromkeys(_VARIANTS)).items():
         if config.get(key) not in (value, None):
             raise ValueError(
                 f"{path}: {key}={excerpt(config[key])} is not supported; expected {value!r}"
             )
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights={begun!r} is not supported: these adapters belong to a "
+            "base with other weights; merge them where they were trained, or convert them with "
+            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     whole, saved = _whole_modules(specs), config.get("modules_to_save")
     named = saved if isinstance(saved, list) else [] if saved is None else [saved]
     # PEFT lists both names of a head; a model has one of them.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 
 import jax
@@ -130,8 +131,15 @@ def test_adapter_files_follow_peft(tmp_path):
     refused("lora_alpha is 6 but lora.alpha is 5.0; set lora.alpha", alpha=5.0)
     refused("r is 3 but lora.rank is 4", rank=4)
     refused(r"do not match lora\.targets: .*down_proj", targets=["q_proj"])
-    (tmp_path / "adapter_config.json").write_text(json.dumps(written | {"use_dora": True}))
-    refused("use_dora=True is not supported")
+    for key, value in (
+        ("use_dora", True),
+        ("alora_invocation_tokens", [3]),
+        # PEFT loads them over a base from which it has subtracted other adapters.
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(written | {key: value}))
+        refused(f"{key}={re.escape(repr(value))} is not supported")
 
 
 def test_damaged_adapters_are_named(tmp_path):
