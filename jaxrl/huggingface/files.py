@@ -266,15 +266,17 @@ def refuse_pickles(directory: Path) -> None:
 def read_parameter(
     one: ParamSpec, tensors: Mapping[str, Tensor], *, dtype: DType | None
 ) -> np.ndarray:
-    """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files'. Raises
-    as `Tensor.read`."""
+    """Reads and stacks the tensors of a parameter, cast to `dtype`; None keeps the files', or the
+    wider one where they differ. Raises as `Tensor.read`."""
     names = one.hf_names()
     out: np.ndarray | None = None
     for i, name in enumerate(names):
         part = tensors[name].read(shape=one.tensor_shape)
         if out is None:
             out = np.empty((len(names), *one.shape[one.stacked :]), dtype or part.dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            if dtype is None:
+                out = out.astype(jnp.promote_types(out.dtype, part.dtype), copy=False)
             out[i] = one.swap(part)
         # numpy reports no overflow of casts from and to bf16, which has the range of f32.
         if jnp.finfo(out.dtype).maxexp < jnp.finfo(part.dtype).maxexp and (

@@ -34,3 +34,11 @@ def test_unrepresentable_values_are_named(stored, factor, dtype, directory):
     change(directory, SECOND, dtype=jnp.dtype(stored), factor=factor)
     with pytest.raises(ValueError, match=f"{SECOND}' has values that are infinite in {dtype}"):
         huggingface.load(directory, dtype=jnp.dtype(dtype))
+
+
+def test_layers_of_two_dtypes_keep_the_wider_one(directory):
+    narrow = change(directory, FIRST, dtype=jnp.bfloat16)
+    wide = load_file(directory / SINGLE)[SECOND]
+    _, params = huggingface.load(directory, dtype=None)
+    for layer, expected in enumerate((narrow, wide)):
+        np.testing.assert_array_equal(params["layers"]["q"][layer], expected.astype(np.float32))
