@@ -124,6 +124,13 @@ def test_known_prefix_stays_on_its_server(asking):
     assert all(len(where) == 1 for where in found.values())
 
 
+def test_prefixes_do_not_pile_up(asking, monkeypatch):
+    monkeypatch.setattr("jaxrl.sampling.vllm.router._REMEMBERED", 10)
+    for key in range(40):
+        assert asking.one(key) == asking.one(key)
+        assert len(asking.router._affinity) <= 11
+
+
 def test_affinity_ends_under_load(asking):
     here = asking.one(7)
     for server in asking.servers:

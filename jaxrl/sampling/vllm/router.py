@@ -26,6 +26,7 @@ from jaxrl.sampling.base import ClosedError
 GENERATE = "/inference/v1/generate"
 """The only route that reports which weights sampled each token."""
 _ATTEMPTS, _FIRST_WAIT = 4, 0.5  # three retries, after 0.5, 1 and 2 seconds
+_REMEMBERED = 100_000  # prefixes, some 20 MB; weights that never change would add them for good
 # In vLLM 0.33's status 503 during a weight sync that drains or aborts requests; 0.32 queues them.
 _PAUSED, _PAUSE_WAIT = "Generation is paused", 0.05
 
@@ -203,6 +204,8 @@ class Router:
             # The server that has just failed gets the retry only if no other is free.
             chosen = self._select([url for url in free if url != failed] or free, keys)
             self._last_used[chosen] = next(self._numbers)
+            if len(self._affinity) > _REMEMBERED:
+                self._affinity.clear()
             self._affinity |= dict.fromkeys(keys, chosen)
             self._loads[chosen] += 1
         try:
