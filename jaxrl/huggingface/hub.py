@@ -7,6 +7,7 @@ from pathlib import Path
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files of a checkpoint."""
+_COPIES = ("consolidated*.safetensors", "original/*")  # of the weights, as authors ran them
 
 CONFIGS = ("*.json",)
 """Files that describe the shapes of a checkpoint."""
@@ -39,7 +40,9 @@ def local_directory(path: str, *, files: Sequence[str] = FILES) -> str:
 
     name, revision = named.groups()
     try:
-        return huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=[*files])
+        return huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=[*files], ignore_patterns=[*_COPIES]
+        )
     except Exception as error:  # of several packages
         cause = " ".join(str(error).split())
         raise ValueError(

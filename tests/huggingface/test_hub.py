@@ -14,13 +14,16 @@ from tests.huggingface import stand_in
 from tests.huggingface.stand_in import COMMITS
 
 CODE = "import sys; from jaxrl.huggingface.hub import local_directory as f; print(f(sys.argv[1]))"
+# Mistral publishes all weights a second time, as a file of its own.
+NOT_WANTED = {"pytorch_model.bin", "consolidated.safetensors"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hub") / "model"
     arithmetic.script.write_model(directory, arithmetic.TINY, seed=0)
-    (directory / "pytorch_model.bin").write_bytes(b"not wanted")
+    for name in NOT_WANTED:
+        (directory / name).write_bytes(b"not wanted")
     return directory
 
 
@@ -44,7 +47,7 @@ def test_model_is_downloaded_once(server, model, tmp_path):
         assert found.returncode == 0, found.stderr
         directory = found.stdout.strip()
         assert directory.endswith(commit)  # says which revision a run is from
-        assert {*os.listdir(directory)} == {*os.listdir(model)} - {"pytorch_model.bin"}
+        assert {*os.listdir(directory)} == {*os.listdir(model)} - NOT_WANTED
         for file in os.listdir(directory):
             assert Path(directory, file).read_bytes() == (model / file).read_bytes()
     again = ask(CODE, "lab/tiny", url="http://127.0.0.1:9", home=tmp_path)
