@@ -1,5 +1,6 @@
 """Answers in the form of the wire."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,9 @@ __all__ = ["Published", "encode", "failure", "output", "samples"]
 
 
 def encode(response: pydantic.BaseModel) -> bytes:
-    """Encodes one of the client's own types as JSON."""
-    return response.model_dump_json().encode()
+    """Encodes one of the client's own types as JSON, with Infinity and NaN as Python reads them:
+    the norm of gradients that overflow, which pydantic would write as null."""
+    return json.dumps(response.model_dump(mode="json")).encode()
 
 
 def failure(error: Exception, *, user: bool) -> bytes:

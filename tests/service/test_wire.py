@@ -1,12 +1,14 @@
 """Arrays on the wire."""
 
 import json
+import math
 
 import numpy as np
 import pytest
+from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 
-from jaxrl.service import requests, wire
+from jaxrl.service import answers, requests, wire
 
 
 def sparse(shape: list[int], crow: list[int], column: int = 1) -> proto.Datum:
@@ -77,3 +79,9 @@ def test_a_checkpoint_has_a_directory_of_its_own(kind, name) -> None:
     for right in ("\u00e9" * 100, "step 10..final-1.5_x", None):
         body = json.dumps({"model_id": "m", "path": right}).encode()
         assert requests.decode(kind, body, None).path == right
+
+
+def test_a_step_whose_gradients_overflow_has_an_answer_that_the_client_reads() -> None:
+    step = types.OptimStepResponse(metrics={"grad_norm": math.inf, "skipped_steps": 1.0})
+    read = types.OptimStepResponse.model_validate(json.loads(answers.encode(step)))
+    assert read == step
