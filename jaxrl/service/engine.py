@@ -72,8 +72,7 @@ class Engine:
         self._done = dict[str, int]()  # the last request that a model in a slot includes
         self._samplers = samplers(self._read_weights)
         self.queue, self.history = Queue(kind_of=self._together, models=slots), History()
-        self._listeners: dict[str, list[Callable[[], Any]]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._listeners = threading.Lock(), dict[str, list[Callable[[], Any]]]()
         self._drawing: dict[str, Future[Answer]] = {}
         self.fault: Exception | None = None  # for which the thread has ended the server
         self._recover()
@@ -150,19 +149,20 @@ class Engine:
 
     def _recover(self) -> None:
         """Queues requests that were accepted and not finished before a restart."""
+        works = list[Work]()
         for row in self.store.all("SELECT * FROM requests WHERE status = 'queued' ORDER BY seq"):
             try:
                 payload = decode(row["kind"], row["body"], self.limits)
                 if row["kind"] == "sample":
                     payload = self.with_weights(payload, self.weights_of(row["target"]))
             except ValueError as error:  # the model has changed
-                self.store.finish(
-                    row["id"], answers.failure(error, user=True), form="json", status="failed"
-                )
+                self.finish(row["id"], answers.failure(error, user=True), failed=True)
                 continue
-            if row["kind"] in TRAINING:
-                self.open_line(row["target"])
-            self.queue.add(Work(row["id"], row["kind"], row["target"], row["seq"], payload))
+            works.append(Work(row["id"], row["kind"], row["target"], row["seq"], payload))
+        for work in works:  # after the failures, which the lines pass over
+            if work.kind in TRAINING:
+                self.open_line(work.target)
+            self.queue.add(work)
 
     def weights_of(self, sampler: str) -> str:
         """Returns the name of the weights that a sampling session was made with."""

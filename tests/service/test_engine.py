@@ -133,3 +133,18 @@ def test_a_server_that_cannot_write_answers_ends(tmp_path, monkeypatch, caplog) 
     assert store.queued("a:0")  # for the next start
     engine.close()
     store.close()
+
+
+def test_a_request_that_a_restarted_server_refuses_holds_up_none_after_it(tmp_path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    # Of another model: without a loss that is known.
+    store.accept("b:1", target="b", seq=1, owner="o", kind="compute", body=b"")
+    engine = started(store, tmp_path)
+    late = time.monotonic() + 100
+    while store.queued("b:2"):
+        assert time.monotonic() < late
+        time.sleep(0.05)
+    rows = store.all("SELECT status FROM requests WHERE target = 'b' ORDER BY seq")
+    assert [row["status"] for row in rows] == ["done", "failed", "done"]
+    engine.close()
+    store.close()
