@@ -51,7 +51,9 @@ _DIGITS = r"(?:\d+(?:[.,:]\d+)*|\.\d+)(?:[eE][-+]?\d+)?"
 _TOKEN = re.compile(
     rf"(?:(?<![\w.])-)?[$€£¥]?(?<![\w.])(?:\d+ +(?=\d+/\d))?{_DIGITS}(?:\s*/\s*{_DIGITS})*"
 )
-_INSIDE = re.compile(r"(?:[\^_/]\s*\{?|\\(?:sqrt|frac)\s*(?:\[\d+\])?\s*\{?|\}\s*\{)\s*$")
+# At the end of a text without white space there. Each space has one place in it: with two, a long
+# run of them would take minutes.
+_INSIDE = re.compile(r"(?:[\^_/](?:\s*\{)?|\\(?:sqrt|frac)(?:\s*\[\d+\])?(?:\s*\{)?|\}\s*\{)$")
 _GOES_ON = re.compile(r"\s*(?:[\^_]|\\(?:sqrt|pi)(?![a-zA-Z]))")
 
 
@@ -128,7 +130,7 @@ def _number_in(text: str, place: int) -> Fraction | None:
     if not tokens:
         return None
     one = tokens[place]
-    if _INSIDE.search(text[: one.start()]) or _GOES_ON.match(text, one.end()):
+    if _INSIDE.search(text[: one.start()].rstrip()) or _GOES_ON.match(text, one.end()):
         return None
     return bare_number(one[0])
 
