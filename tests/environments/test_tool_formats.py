@@ -127,6 +127,8 @@ def test_calls_of_a_turn_are_counted(name, text, calls):
         ("harmony", " to=functions.weather<|message|>[1]<|call|>"),
         ("olmo", "<function_calls>weather('Rome')</function_calls>"),
         ("python", "[weather(city=open('x'))]"),
+        ("python", "[weather(city={[]: 1})]"),
+        ("olmo", "<function_calls>weather(city={'Rome', 'Pisa'})</function_calls>"),
         ("llama", "<|python_tag|>print(1)<|eom_id|>"),
         ("gemma", "<start_function_call>weather<end_function_call>"),
         ("json", "<tool_call>"),
@@ -136,6 +138,13 @@ def test_calls_of_a_turn_are_counted(name, text, calls):
 def test_a_malformed_call_is_told_to_the_model(name, text):
     (call,) = read_calls(text, FORMATS[name], tools=TYPES).calls
     assert call.error
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "{[]: 1}", "b'3'", "{(1, 2): 3}", "1j", "[3"])
+def test_a_value_that_json_does_not_have_is_a_text(value):
+    text = "<tool_call><function=weather><parameter=days>{}</parameter></function></tool_call>"
+    (call,) = read_calls(text.format(value), FORMATS["qwen"], tools=TYPES).calls
+    assert call.arguments == {"days": value}
 
 
 def drafted(expression: str) -> str:

@@ -128,7 +128,7 @@ def _typed(arguments: Mapping[str, str], parameters: Parameters) -> dict[str, An
         if any(kind.get("type") == "string" for kind in kinds):
             nothing = text == "null" and any(kind.get("type") == "null" for kind in kinds)
             return None if nothing else text
-        for read in (json.loads, ast.literal_eval):
+        for read in (json.loads, _literal):
             try:
                 return read(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -136,6 +136,17 @@ def _typed(arguments: Mapping[str, str], parameters: Parameters) -> dict[str, An
         return text
 
     return {key: typed(text, parameters.get(key, {})) for key, text in arguments.items()}
+
+
+def _literal(written: str | ast.expr) -> Any:
+    """Evaluates a literal of Python; raises ValueError, as for other faults, for a value that JSON
+    does not have, such as a set."""
+    try:
+        value = ast.literal_eval(written)
+        json.dumps(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return value
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -151,9 +162,7 @@ def _pythonic(call: Written) -> Iterator[ToolCall]:
         for item in value.elts if isinstance(value, ast.List) else [value]:
             if not isinstance(item, ast.Call) or item.args:
                 raise ValueError
-            given = {
-                str(k.arg): ast.literal_eval(_JsonNames().visit(k.value)) for k in item.keywords
-            }
+            given = {str(k.arg): _literal(_JsonNames().visit(k.value)) for k in item.keywords}
             yield ToolCall(ast.unparse(item.func), given)
 
 
