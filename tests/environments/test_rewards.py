@@ -198,6 +198,14 @@ async def too_few(completions, examples):
 def mean(completions, examples):
     return 0.5
 
+@batched
+def by_place(completions, examples):
+    return {i: 0.5 for i in range(len(completions))}
+
+@batched
+def as_text(completions, examples):
+    return "1" * len(completions)
+
 def runs(completion, example):
     exec(completion)
     return 1.0
@@ -239,6 +247,15 @@ def test_batched_reward_sees_all_completions(tmp_path):
     scored = score(load_rewards([f"{file}:mean"]), ["a", "b"], [{}] * 2)
     assert np.isnan(scored.total).all()
     assert "'float' object is not iterable" in str(scored.first_failure)
+
+
+@pytest.mark.parametrize("name", ["by_place", "as_text"])
+def test_items_of_a_mapping_or_text_are_no_rewards(tmp_path, name):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    scored = score(load_rewards([f"{file}:{name}"]), ["a", "b"], [{}] * 2)
+    assert np.isnan(scored.total).all()
+    assert "return a list of 2 numbers" in str(scored.first_failure)
 
 
 def test_a_paused_deadline_does_not_move(monkeypatch):

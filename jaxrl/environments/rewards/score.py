@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -179,6 +179,8 @@ def _apply(
 
 def _each(returned: Any, *, count: int) -> list[float | BaseException]:
     """Converts a batched function's result for `count` completions."""
+    if isinstance(returned, (str, bytes, Mapping, Set)):  # whose items are no rewards in order
+        raise ValueError(f"it returned {returned!r:.80}; return a list of {count} numbers")
     values = list(itertools.islice(returned, count + 1))
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else len(values)
