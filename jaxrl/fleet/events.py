@@ -1,5 +1,6 @@
 """Events of a fleet, in run_dir/fleet.jsonl, and the output of a part as it grows."""
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -113,6 +114,8 @@ def followed(path: Path, stream: TextIO) -> Iterator[None]:
     """Copies what is appended to a file to a stream, for the block and what it leaves behind."""
     start = path.stat().st_size if path.exists() else 0
     over = threading.Event()
+    # A look may end within a character.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy() -> None:
         place = start
@@ -124,7 +127,7 @@ def followed(path: Path, stream: TextIO) -> Iterator[None]:
                     found = file.read()
                 place += len(found)
                 if found:
-                    stream.write(found.decode(errors="replace"))
+                    stream.write(decoder.decode(found))
                     stream.flush()
             if last:
                 return

@@ -1,9 +1,12 @@
 """A process of a fleet, with an actor of this process, which needs no Ray."""
 
 import asyncio
+import io
 import sys
+import time
 
 from jaxrl.fleet.child import Child
+from jaxrl.fleet.events import followed
 
 LEAVES = """#!/bin/sh
 sleep 999 &
@@ -20,3 +23,14 @@ def test_what_a_process_leaves_behind_does_not_hold_up_its_end(tmp_path, monkeyp
     made = Child(str(tmp_path), {})
     assert asyncio.run(asyncio.wait_for(made.run([], str(tmp_path / "log")), 60)) == 3
     assert (tmp_path / "log.out").read_text() == "said\n"
+
+
+def test_a_character_that_is_written_in_two_parts_is_shown_as_one(tmp_path):
+    shown, path = io.StringIO(), tmp_path / "log"
+    with followed(path, shown), path.open("ab", buffering=0) as log:
+        text = "loss ↓".encode()
+        log.write(text[:-1])
+        while not shown.getvalue():
+            time.sleep(0.01)
+        log.write(text[-1:])
+    assert shown.getvalue() == "loss ↓"
