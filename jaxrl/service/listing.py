@@ -55,7 +55,7 @@ def _cursor(limit: int, offset: int, total: int) -> types.Cursor:
 async def _sessions(service: Service, owner: str, request: Request) -> Response:
     limit, offset = _page(request)
     rows = service.engine.store.all(
-        "SELECT id FROM sessions WHERE owner = ? ORDER BY created DESC LIMIT ? OFFSET ?",
+        "SELECT id FROM sessions WHERE owner = ? ORDER BY rowid DESC LIMIT ? OFFSET ?",
         owner,
         limit,
         offset,
@@ -93,7 +93,7 @@ async def _runs(service: Service, owner: str, request: Request) -> Response:
     limit, offset = _page(request)
     store = service.engine.store
     rows = store.all(
-        "SELECT * FROM models WHERE owner = ? ORDER BY created DESC LIMIT ? OFFSET ?",
+        "SELECT * FROM models WHERE owner = ? ORDER BY rowid DESC LIMIT ? OFFSET ?",
         owner,
         limit,
         offset,
@@ -117,9 +117,11 @@ def _training_run(service: Service, row: dict[str, Any]) -> types.TrainingRun:
     last = {}
     for kind in ("training", "sampler"):
         found = service.engine.store.one(
-            "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created DESC",
+            "SELECT * FROM checkpoints WHERE model = ? AND kind = ? "
+            "AND (expires IS NULL OR expires > ?) ORDER BY rowid DESC",  # whatever the clock said
             row["id"],
             kind,
+            time.time(),
         )
         last[kind] = found and _checkpoint(found)
     return types.TrainingRun(
@@ -157,7 +159,7 @@ async def _checkpoints_of(service: Service, owner: str, request: Request) -> Res
     service.engine.expire()
     run = owned(service, "models", key=request.path_params["run"], owner=owner)
     rows = service.engine.store.all(
-        "SELECT * FROM checkpoints WHERE model = ? AND kind != 'ephemeral' ORDER BY created",
+        "SELECT * FROM checkpoints WHERE model = ? AND kind != 'ephemeral' ORDER BY rowid",
         run["id"],
     )
     return reply(types.CheckpointsListResponse(checkpoints=[_checkpoint(row) for row in rows]))
@@ -167,7 +169,7 @@ async def _checkpoints(service: Service, owner: str, request: Request) -> Respon
     service.engine.expire()
     limit, offset = _page(request)
     rows = service.engine.store.all(
-        "SELECT * FROM checkpoints WHERE owner = ? AND kind != 'ephemeral' ORDER BY created DESC",
+        "SELECT * FROM checkpoints WHERE owner = ? AND kind != 'ephemeral' ORDER BY rowid DESC",
         owner,
     )
     return reply(

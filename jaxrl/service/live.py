@@ -54,7 +54,7 @@ def live_routes(service: Service, page: Page) -> list[Route]:
 def _answer(service: Service, owner: str, path: str, since: str | None, page: Page) -> Response:
     counts = service.engine.history.counts()
     rows = service.engine.store.all(
-        "SELECT id, content FROM models WHERE owner = ? ORDER BY created", owner
+        "SELECT id, content FROM models WHERE owner = ? ORDER BY rowid", owner
     )
     newest = [row for row in rows if row["id"] in counts][-_MOST_RUNS:]
     steps = json.dumps([(row["id"], counts[row["id"]]) for row in newest])
