@@ -1,6 +1,7 @@
 """Episodes at a server that speaks OpenEnv's protocol."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,3 +90,13 @@ def test_invalid_server_or_field_is_named():
             Server.at(url, action="move", observation=None)
         shown = Server.at(url, action=None, observation=None).show({"a": 1, "b": None, "c": []})
         assert shown == '{"a": 1}'
+
+
+def test_a_fault_of_the_policy_and_one_of_the_server_are_told_apart():
+    session = object.__new__(Session)
+    session._server = Server("http://there", None, str, None)
+    session._socket = SimpleNamespace(send=lambda text: None, recv=lambda: "<html>")
+    _, _, done, info = session.step("[" * 100_000)  # deeper than Python's parser goes
+    assert (done, info["metrics"]) == (False, {"invalid_actions": 1})
+    with pytest.raises(RuntimeError, match=r"http://there: step failed: .*<html>"):
+        session.step("{}")

@@ -50,7 +50,10 @@ class Server(NamedTuple):
         """Returns the action of a turn; raises ValueError if the text is not an action."""
         if self.action is not None:
             return {self.action: self.cast(text)}
-        action = json.loads(text)
+        try:
+            action = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"{text!r:.80} is nested too deeply") from error
         if not isinstance(action, dict):
             raise ValueError(f"{text!r:.80} is not a JSON object")
         return action
@@ -108,7 +111,13 @@ class Session:
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
-        reply = json.loads(self._socket.recv())
+        text = self._socket.recv()
+        try:
+            reply = json.loads(text)
+        except ValueError as error:
+            raise RuntimeError(
+                f"{self._server.url}: {kind} failed: the answer {text!r:.80} is no JSON"
+            ) from error
         data = reply["data"]
         if reply["type"] != "error":
             return dict(data)
