@@ -314,8 +314,8 @@ def test_a_full_conversation_is_refused_and_a_new_one_goes_on(play):
     assert [len(one.completion) for one in sequences(rollout)] == [20, 4]
 
 
-def test_half_a_character_in_a_call_is_answered(play):
-    """A model may write the escape of half an emoji, which no answer in UTF-8 can hold."""
+def test_a_call_that_no_answer_can_hold_is_answered(play):
+    """A model may write the escape of half an emoji, or a number that is infinite."""
     replies = list[Any]()
     call = CALL.replace("2", '"\\ud83d!"')
 
@@ -328,11 +328,15 @@ def test_half_a_character_in_a_call_is_answered(play):
         body["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
         replies.append(post(f"{endpoint.url}/v1/messages", json=body))
 
-    rollout, _, failure = play(agent, [call, SAID, call])
+        replies.append(post(f"{endpoint.url}/v1/messages", json=body))
+
+    infinite = CALL.replace("2", "1e999")
+    rollout, _, failure = play(agent, [call, SAID, call, infinite])
     assert failure is None
     assert message_of(replies[0])["tool_calls"][0]["function"]["arguments"] == '{"a": "?!"}'
     assert replies[1].json()["content"][0]["input"] == {"a": "?!"}
-    assert [len(one.episode.turns) for one in sequences(rollout)] == [2, 1]
+    assert "1e999" in replies[2].json()["content"][0]["text"]  # no call, as JSON has no such number
+    assert [len(one.episode.turns) for one in sequences(rollout)] == [2, 1, 1]
 
 
 PROGRAM = """

@@ -131,6 +131,7 @@ def test_calls_of_a_turn_are_counted(name, text, calls):
         ("olmo", "<function_calls>weather(city={'Rome', 'Pisa'})</function_calls>"),
         ("llama", "<|python_tag|>print(1)<|eom_id|>"),
         ("gemma", "<start_function_call>weather<end_function_call>"),
+        ("json", '<tool_call>{"name": "weather", "arguments": {"days": 1e999}}</tool_call>'),
         ("json", "<tool_call>"),
         ("json", "<tool_call></tool_call>"),
     ],

@@ -117,6 +117,8 @@ def _read(
     body = text[position : closing.start()]
     try:
         calls = list(form.read(Written(body, opening, tools)))
+        for call in calls:  # JSON has no infinite numbers, nor the answers that hold calls
+            json.dumps(dict(call.arguments), allow_nan=False)
     except (json.JSONDecodeError, RecursionError) as error:
         calls = [ToolCall("", {}, f"the call is not JSON: {error}")]
     except (ValueError, SyntaxError, MemoryError):
