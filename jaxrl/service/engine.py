@@ -305,15 +305,9 @@ class Engine:
         if hidden:
             session = work.target.split(":train:")[0]
             sampler = f"{session}:sample:{request.sampling_session_seq_id or 0}"
-            self.store.insert(
-                "samplers",
-                id=sampler,
-                session=session,
-                owner=self.store.model(work.target)["owner"],
-                created=time.time(),
-                path=path,
-                next_clone=1,
-            )
+            owner = self.store.model(work.target)["owner"]
+            values = {"session": session, "owner": owner, "created": time.time(), "path": path}
+            self.store.insert("samplers", id=sampler, next_clone=1, **values)
         return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
 
     def _write(
@@ -373,7 +367,11 @@ class Engine:
         fresh = pool.fresh(json.loads(self.store.model(model)["content"])["seed"])
         tenant, seq = self._snapshots.read(model, like=fresh)
         pool.add(model, tenant)
-        self._replay(model, pool, after=seq)
+        try:
+            self._replay(model, pool, after=seq)
+        except BaseException:  # half of the requests are no state to go on from
+            pool.remove(model)
+            raise
 
     def _replay(self, model: str, pool: Pool, *, after: int) -> None:
         """Computes finished requests again that a snapshot does not include."""

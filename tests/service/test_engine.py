@@ -16,6 +16,7 @@ from jaxrl.core import Precision, cast
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Pool
+from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store, dumps
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
@@ -146,5 +147,35 @@ def test_a_request_that_a_restarted_server_refuses_holds_up_none_after_it(tmp_pa
         time.sleep(0.05)
     rows = store.all("SELECT status FROM requests WHERE target = 'b' ORDER BY seq")
     assert [row["status"] for row in rows] == ["done", "failed", "done"]
+    engine.close()
+    store.close()
+
+
+def test_a_replay_that_fails_is_begun_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Snapshots, "due", lambda snapshots, model: False)
+    store = Store(tmp_path / "state.sqlite")
+    engine = started(store, tmp_path)
+    while store.queued("a:2") or store.queued("b:2"):
+        time.sleep(0.05)
+    kind = engine.kind("a")
+
+    def weights() -> list:
+        return jax.device_get(jax.tree.leaves(engine._pools[kind].weights("a")))
+
+    expected = weights()
+    engine._pools.clear()  # as after a failure; the engine's thread waits
+    engine._done.clear()
+    step = Pool.step
+
+    def full(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Pool, "step", full)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine._resident("a", kind, keep=set())
+    monkeypatch.setattr(Pool, "step", step)
+    engine._resident("a", kind, keep=set())
+    for mine, other in zip(weights(), expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
     engine.close()
     store.close()
