@@ -1,5 +1,6 @@
 """The `[hosts]` table of a config."""
 
+import re
 from collections.abc import Iterator
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator
@@ -10,7 +11,7 @@ from jaxrl.config.section import Section
 def is_address(text: str) -> bool:
     """Tells if a text has the form HOST:PORT."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit()
+    return bool(host) and re.fullmatch(r"[0-9]{1,5}", port) is not None and int(port) < 65536
 
 
 class HostsConfig(Section):

@@ -219,6 +219,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ),
         ({"sampler__name": "vllm", "sampler__store": "/mnt/x"}, "not the address of a store"),
         ({"hosts__coordinator": "host"}, "hosts.coordinator = 'host': expected HOST:PORT"),
+        ({"hosts__coordinator": "a:65536"}, "hosts.coordinator = 'a:65536': expected HOST:PORT"),
+        (
+            {"tracking__prometheus": "a:\u00b2"},
+            "tracking.prometheus = 'a:\u00b2': expected HOST:PORT",
+        ),
         ({"environment__game": "x.py:G"}, "environment.game: no environment takes it; set"),
     ],
 )
