@@ -36,6 +36,14 @@ def test_journal_drops_unfinished_lines_and_chunks(tmp_path):
     assert Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5).measured == measured
     with pytest.raises(ValueError, match="measured with another seed; delete it"):
         Journal(path, fingerprint={"seed": "b"}, chunk=2, total=5)
+    header, first, *_ = whole.splitlines(keepends=True)
+    for damaged in (b"garbage\n", b"null\n", b'{"x": 1}\n', b'{"rewards": 3, "truncated": 0}\n'):
+        path.write_bytes(header + first + damaged)
+        with pytest.raises(ValueError, match=r"j:3: not the outcome of a prompt: .*; delete the"):
+            Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match="measured with another seed; delete it"):
+        Journal(path, fingerprint={"seed": "a"}, chunk=2, total=5)
 
 
 REWARD = """

@@ -68,11 +68,13 @@ class Journal:
 
         Raises:
           ValueError: if the file has another fingerprint; the message names the keys that differ.
+            Also for a damaged line, which it names.
         """
         self._path, self.chunk = path, chunk
         header = json.dumps({"fingerprint": fingerprint})
         # Anything after the last line feed is an unfinished line.
-        found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        found = text.split("\n")[:-1]
         if found and found[0] != header:
             raise ValueError(
                 f"{path} was measured with another {_difference(found[0], fingerprint)}; delete it "
@@ -80,7 +82,10 @@ class Journal:
             )
         lines = found[1:]
         whole = len(lines) if len(lines) == total else len(lines) // chunk * chunk
-        self.measured = [Measured(**json.loads(line)) for line in lines[:whole]]
+        self.measured = [
+            _measured(line, where=f"{path}:{number}")
+            for number, line in enumerate(lines[:whole], start=2)
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in [header, *lines[:whole]]))
 
@@ -91,6 +96,19 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         self.measured.extend(chunk)
+
+
+def _measured(line: str, *, where: str) -> Measured:
+    try:
+        found = Measured(**json.loads(line))
+        if not (isinstance(found.rewards, list) and isinstance(found.truncated, int)):
+            raise ValueError("a field has another type")
+        return found
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: not the outcome of a prompt: {error}; delete the file to measure again, or "
+            "choose another --out"
+        ) from None
 
 
 def fingerprint(config: Config, examples: Sequence[Example], *, samples: int) -> dict[str, str]:
