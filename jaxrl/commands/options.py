@@ -149,8 +149,8 @@ def parse_arguments(
 def _free_keys(
     made: argparse.ArgumentParser, schema: type[Section], argv: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Extracts keys unknown to argparse: a custom loss's parameters, and a table in place of its
-    key `name` (--sampler vllm). With = the hyphens may be left out: train.steps=50."""
+    """Extracts keys unknown to argparse, a custom loss's parameters, and completes a table in place
+    of its key `name` (--sampler vllm). With = the hyphens may be left out: train.steps=50."""
     known = made._option_string_actions
     names = toml_file.keys(schema)
     tables = toml_file.open_tables(schema)
@@ -164,14 +164,18 @@ def _free_keys(
             rest.append(token)
             continue
         name = option[2:]
-        if f"{name}.name" in names:
+        whole = f"{name}.name" in names
+        if whole:
             name = f"{name}.name"
         elif name.rpartition(".")[0] not in tables:
             raise toml_file.ConfigError(toml_file.unknown_key(schema, name))
         text = value if equals else next(tokens, None)
         if text is None:
             raise toml_file.ConfigError(f"{name}: the value is missing")
-        found.append((name, text))
+        if whole:  # argparse keeps the last of several
+            rest.append(f"--{name}={text}")
+        else:
+            found.append((name, text))
     return found, rest
 
 

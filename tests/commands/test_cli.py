@@ -125,9 +125,11 @@ def test_python_runs_the_package():
 
 def test_printed_config_loads_again(tmp_path, capsys):
     changes = ["train.steps=7", "--loss.kl", "0.001", "--optimizer.clip_norm", "none"]
+    changes += ["--loss", "grpo", "--loss.name", "dapo"]  # the last one counts
     assert main(["config", *REQUIRED, *changes]) == 0
     (tmp_path / "a.toml").write_text(printed := capsys.readouterr().out)
     assert tomllib.loads(printed)["train"]["steps"] == 7
+    assert tomllib.loads(printed)["loss"]["name"] == "dapo"
     assert main(["config", str(tmp_path / "a.toml")]) == 0
     assert capsys.readouterr().out == printed
 
