@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     tell = functools.partial(print, file=sys.stderr, flush=True)
     if (end := data.end_note(tokenizer, rendering(config.prompt))) is not None:
         tell(end)
-    c, longest = config.sampling, max(map(len, prompts), default=0)
+    c, longest, shortened = config.sampling, max(map(len, prompts), default=0), 0
     sampling = dataclasses.replace(
         sampling_params(c, checkpoint, seed=config.seed),
         max_tokens=min(c.max_tokens, positions - longest),
@@ -129,12 +129,20 @@ def main(argv: Sequence[str]) -> int:
         for completion in _in_order(found, samples=arguments.samples):
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             one, reason = asked[completion.prompt_index], completion.finish_reason
+            room = min(c.max_tokens, positions - len(prompts[completion.prompt_index]))
+            shortened += reason != "stop" and sampling.max_tokens < room
             if out is not None:
                 line = one.row | {"completion": text, "finish_reason": reason}
                 print(json.dumps(line, ensure_ascii=False, default=str), file=out)
             else:
                 note = f" [truncated at {sampling.max_tokens} tokens]" * (reason != "stop")
                 print(f"{one.shown}\n{text}{note}\n", flush=True)
+    if shortened:
+        tell(
+            f"{shortened} completions were cut at {sampling.max_tokens} tokens, though their "
+            f"prompts leave room for more: the longest prompt has {longest} of the model's "
+            f"{positions} tokens; complete it in a command of its own"
+        )
     if arguments.out:
         tell(f"{len(prompts) * arguments.samples} completions: {arguments.out}")
     return 0

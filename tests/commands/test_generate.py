@@ -41,6 +41,16 @@ def test_completions_come_in_the_order_of_prompts(arguments, capsys):
     assert len(shown) == len(blocks) + 1
 
 
+def test_a_long_prompt_that_cuts_the_completions_of_others_is_told(arguments, capsys):
+    assert main(["generate", *arguments, "1", "2", "1+2+3"]) == 0
+    told = capsys.readouterr().err
+    assert "2 completions were cut at 123 tokens" in told
+    assert "the longest prompt has 5 of the model's 128 tokens" in told
+    for few in (["1", "1+2+3", "--sampling.max_tokens", "123"], ["1+2+3", "4+5+6"]):
+        assert main(["generate", *arguments, *few]) == 0
+        assert "were cut" not in capsys.readouterr().err
+
+
 def test_without_prompts_it_ends_with_an_error(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["generate", *arguments]) == 1
