@@ -90,9 +90,14 @@ def _key(shapes: Any) -> str:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """Returns the entries of the file; none if it is missing or damaged."""
+    """Returns the entries of the file, without damaged ones; none if it is missing or damaged."""
     try:
         found = json.loads((read_whole(file) if file else None) or b"{}")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {k: v for k, v in found.items() if _is_entry(v)} if isinstance(found, dict) else {}
+
+
+def _is_entry(value: Any) -> bool:
+    names = ("programs", "seconds")
+    return isinstance(value, dict) and all(isinstance(value.get(n), int | float) for n in names)

@@ -56,8 +56,10 @@ def test_the_last_first_step_is_told(cache):
     assert f"the last time {kept['programs']}, in {kept['seconds']:.0f} s" in again[0]
     assert "the next start" in start((jnp.ones(4), "row"))[0]
     assert start((jnp.ones(3), "row"), done=True) == []
-    cache.write_text("[")
-    assert "the next start" in start((jnp.ones(3), "row"))[0]
+    others = {key: {"programs": "many"} for key in json.loads(cache.read_text())}
+    for damaged in ("[", json.dumps(others)):
+        cache.write_text(damaged)
+        assert "the next start" in start((jnp.ones(3), "row"))[0]
     jax.config.update("jax_compilation_cache_dir", None)  # which the fixture puts back
     assert "the next start" not in start((jnp.ones(5), "row"))[0]
 
