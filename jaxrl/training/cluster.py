@@ -109,7 +109,12 @@ def _say(text: str) -> None:
 
 def _known(value: int | None, variable: str) -> int | None:
     given = os.environ.get(variable)
-    return int(given) if value is None and given else value
+    if value is not None or not given:
+        return value
+    try:
+        return int(given)
+    except ValueError:
+        raise ValueError(f"{variable} = {given!r}: expected a number") from None
 
 
 def _all_devices(environment: Mapping[str, str]) -> list[int] | None:

@@ -29,6 +29,12 @@ def test_process_number_without_coordinator_is_an_error(monkeypatch, given, vari
         raise AssertionError("a run of its own")
 
 
+def test_a_variable_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES = 'two': expected a number"):
+        joined(HostsConfig(coordinator="host0:9911")).__enter__()
+
+
 @pytest.mark.parametrize("address", ["host0", "host0:", ":9911", "host0:http", "Auto"])
 def test_coordinator_without_port_is_an_error(monkeypatch, address):
     with pytest.raises(ValueError, match="expected HOST:PORT of process 0, such"):
