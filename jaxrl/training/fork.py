@@ -102,7 +102,7 @@ class Fork(NamedTuple):
         if other_rows:
             progress.position = 0
         if self.has_other(HELD_OUT):
-            progress.initial_accuracy = progress.accuracy = None
+            progress.initial_accuracy = progress.accuracy = progress.held_out = None
         if any(key.startswith("loss.") for key in self.changed):
             progress.coefficients = {}
 

@@ -213,17 +213,16 @@ def has_other(name: str, *, there: Inputs, here: Inputs) -> bool:
     return (old and old.digests) != (new and new.digests)
 
 
-def held_out_note(directory: Path, here: Inputs) -> str | None:
-    """Returns a line if the run in the directory has measured other held-out data so far, which the
-    keys data.eval_* may change; None otherwise."""
-    there = read_inputs(directory)
-    measured = HELD_OUT in there and holds_checkpoints(directory)
-    if not (measured and has_other(HELD_OUT, there=there, here=here)):
-        return None
-    return (
-        f"other {HELD_OUT} than at the last start: the accuracies before, and the best checkpoint "
-        "so far, are those of the old data"
-    )
+def held_out_digest(here: Inputs) -> str:
+    """Returns a text that changes with the held-out data; "" without any."""
+    return digest(here[HELD_OUT].digests) if HELD_OUT in here else ""
+
+
+OTHER_HELD_OUT = (
+    f"other {HELD_OUT} than at the last checkpoint: the accuracies before, and the best checkpoint "
+    "so far, are those of the old data"
+)
+"""The line about a resumed run whose keys data.eval_* have changed."""
 
 
 def read_inputs(directory: Path) -> Inputs:

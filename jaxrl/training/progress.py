@@ -21,6 +21,7 @@ class Progress:
     # The latest held-out accuracy.
     accuracy: float | None = None
     failed: int = 0
+    held_out: str | None = None  # digest of the data that both are of; None if it was not kept
     # Rollouts not yet trained on: left over by dynamic sampling, or sampled ahead.
     pending: list[Rollout] = dataclasses.field(default_factory=list)
     # Groups of the last batch that the next one trains on again.
@@ -46,6 +47,15 @@ class Progress:
         for name in _ROLLOUTS:
             fields[name] = [from_json(rollout) for rollout in fields.get(name, [])]
         return cls(**fields)
+
+    def measure_on(self, data: str) -> bool:
+        """Sets the digest of the held-out data. Forgets accuracies on other data, and tells if they
+        may have been measured."""
+        other = self.held_out not in (None, "", data)
+        if other:
+            self.initial_accuracy = self.accuracy = None
+        self.held_out = data
+        return other
 
     def drop_pending(self) -> None:
         """Drops the rollouts that are to be trained on; an asynchronous run counts pending ones as

@@ -41,7 +41,14 @@ from jaxrl.training import rollbacks
 from jaxrl.training.certificate import check_certificate
 from jaxrl.training.first_lines import first_lines
 from jaxrl.training.fork import Fork, find_fork
-from jaxrl.training.inputs import Inputs, compare_inputs, held_out_note, run_inputs, write_inputs
+from jaxrl.training.inputs import (
+    OTHER_HELD_OUT,
+    Inputs,
+    compare_inputs,
+    held_out_digest,
+    run_inputs,
+    write_inputs,
+)
 from jaxrl.training.judge import Judge
 from jaxrl.training.progress import Progress
 from jaxrl.training.resume import restore
@@ -93,7 +100,6 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     inputs = hosts.on_leader(
         lambda: compare_inputs(directory, run_inputs(config, recipe, task, models))
     )
-    measured = hosts.on_leader(lambda: held_out_note(directory, inputs))
     episode_runner, params, tried = _try(config, task, models, workers=workers)
     learning, state = open_learning(config, recipe, models=models, layout=layout)
     teaches, task, reward_model = _open_rewards(config, task, models, layout=layout, hosts=hosts)
@@ -101,8 +107,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
     state, progress = _restore(checkpoints, state, config=config, hosts=hosts, fork=start)
-    if measured is not None:
-        progress.initial_accuracy = progress.accuracy = None
+    other = OTHER_HELD_OUT if progress.measure_on(held_out_digest(inputs)) else None
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout, fork=start) as tracker,
         open_sampler(
@@ -150,7 +155,7 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         )
         lines = (*repaired, _beginning(run, progress, start), *_first_lines(run), *tried)
         notes = _notes(config, task, teaches=teaches, hosts=hosts)
-        _tell(run, (*lines, *notes, change, measured, certified))
+        _tell(run, (*lines, *notes, change, other, certified))
         yield run, state, progress
 
 

@@ -153,14 +153,15 @@ def test_other_held_out_file_is_no_change(material, begun, tmp_path, kind, capsy
     rows = (material / ("pairs.jsonl" if kind == "dpo" else "prompts.jsonl")).read_text()
     (tmp_path / "other.jsonl").write_text("".join(rows.splitlines(keepends=True)[:5]))
     train, keys = keys_of(kind, material)
-    keys |= {"data.eval_path": tmp_path / "other.jsonl", "train.steps": "3"}
-    told = "other held-out data than at the last start: the accuracies before, and the best"
-    for times in (1, 0):
-        found = train(material, tmp_path / "run", **keys)
+    keys |= {"data.eval_path": tmp_path / "other.jsonl"}
+    told = "other held-out data than at the last checkpoint: the accuracies before, and the best"
+    # The first start has no step left and saves nothing.
+    for steps, times in ((2, 1), (3, 1), (3, 0)):
+        found = train(material, tmp_path / "run", **keys | {"train.steps": steps})
         assert capsys.readouterr().err.count(told) == times
-        assert found.step == 3
-        assert found.last["eval/accuracy"] if kind == "dpo" else found.final_accuracy is not None
+        assert found.step == steps
         assert found.first == {} if kind == "dpo" else found.initial_accuracy is None
+    assert found.last["eval/accuracy"] if kind == "dpo" else found.final_accuracy is not None
 
 
 def test_unchanged_weights_are_not_read_again(tmp_path, monkeypatch):

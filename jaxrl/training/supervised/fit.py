@@ -53,11 +53,12 @@ from jaxrl.training.first_step import first_step
 from jaxrl.training.fork import Fork, find_fork
 from jaxrl.training.inputs import (
     HELD_OUT,
+    OTHER_HELD_OUT,
     TRAINING,
     Input,
     compare_inputs,
+    held_out_digest,
     held_out_input,
-    held_out_note,
     model_inputs,
     rows_input,
     write_inputs,
@@ -100,6 +101,7 @@ class FitResult:
     position: int = 0  # rows taken from the data so far
     # Held-out measurements before the first step.
     first: Numbers = dataclasses.field(default_factory=dict)
+    held_out: str | None = None  # digest of their data; None if it was not kept
     # Metrics of the last logged step, and the last held-out measurements.
     last: Numbers = dataclasses.field(default_factory=dict)
     signum: int | None = None  # the signal that ended it early, or None
@@ -131,7 +133,6 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
     with lock(directory, hosts), hosts.reporting():
         attention = attention_note(config, setup.model, layout=setup.layout)
         inputs = hosts.on_leader(lambda: compare_inputs(directory, _inputs(config, task)))
-        measured = hosts.on_leader(lambda: held_out_note(directory, inputs))
         change = hosts.on_leader(lambda: check_config(directory, config))
         hosts.on_leader(lambda: write_inputs(directory, inputs))
         if task.fork is not None:
@@ -150,10 +151,10 @@ def fit(config: SupervisedConfig, task: Task) -> FitResult:
                 lengths=task.lengths,
                 held_out=len(task.held_out),
             )
-            notes = (*repaired, *first, change, measured, *task.notes)
-            other = measured is not None
+            notes = (*repaired, *first, change, *task.notes)
+            data = held_out_digest(inputs)
             result, params = _train(
-                config, task, checkpoints=checkpoints, notes=notes, other_held_out=other
+                config, task, checkpoints=checkpoints, notes=notes, held_out=data
             )
         if result.step == config.train.steps:
             result.model = write_model(
@@ -205,7 +206,7 @@ def restore(
         if fork.has_other(TRAINING):
             result.position = 0
         if fork.has_other(HELD_OUT):
-            result.first = {}
+            result.first, result.held_out = {}, None
         _save(checkpoints, state, result)
         checkpoints.wait()
     return state, result
@@ -214,7 +215,8 @@ def restore(
 def _save(
     checkpoints: Checkpoints, state: LearnerState, result: FitResult, *, metric: float | None = None
 ) -> None:
-    host = {"first": result.first, "last": result.last, "position": result.position}
+    names = ("first", "last", "position", "held_out")
+    host = {name: getattr(result, name) for name in names}
     checkpoints.save(result.step, checkpoint_view(state), host=host, metric=metric)
 
 
@@ -224,12 +226,13 @@ def _train(
     *,
     checkpoints: Checkpoints,
     notes: Sequence[str | None],
-    other_held_out: bool,
+    held_out: str,
 ) -> tuple[FitResult, Params]:
     (state, update), hosts, fork = compile_step(config, task), task.setup.hosts, task.fork
     state, result = restore(config, task, state, checkpoints=checkpoints)
-    if other_held_out:
-        result.first = {}
+    if result.held_out not in (None, "", held_out):
+        result.first, notes = {}, (*notes, OTHER_HELD_OUT)
+    result.held_out = held_out
     opened = open_run_tracker(
         config,
         step=result.step,
