@@ -72,6 +72,11 @@ def _serve(app: Any, *, host: str, port: int, ready: str) -> None:
             await super().startup(sockets)
             print(ready, flush=True)
 
+        async def shutdown(self, sockets: Any = None) -> None:
+            for poll in app.state.polls:
+                poll.set()
+            await super().shutdown(sockets)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     settings = uvicorn.Config(
         app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5

@@ -64,8 +64,11 @@ def routes(service: Service) -> list[Route]:
 
 
 def application(service: Service, more: list[Route]) -> Starlette:
-    """Makes the ASGI application; `more` are further routes."""
-    return Starlette(routes=[*routes(service), *more])
+    """Makes the ASGI application; `more` are further routes. Whoever sets the events in its
+    `state.polls` tells the clients that wait for a result to ask again."""
+    found = Starlette(routes=[*routes(service), *more])
+    found.state.polls = set()
+    return found
 
 
 async def _create_session(service: Service, owner: str, request: Request) -> Response:
@@ -370,10 +373,13 @@ async def _retrieve(service: Service, owner: str, request: Request) -> Response:
                 loop.call_soon_threadsafe(finished.set)
 
         engine.listen(name, tell)
+        polls: set[asyncio.Event] = request.app.state.polls
+        polls.add(finished)
         # It may have finished before `tell` was known.
         if owned(service, "requests", key=name, owner=owner)["status"] == "queued":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(finished.wait(), POLL_SECONDS)
+        polls.discard(finished)
         engine.forget(name, tell)
         row = owned(service, "requests", key=name, owner=owner)
     if row["status"] == "queued":

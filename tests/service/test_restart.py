@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 DATA = [supervised(list(range(5, 25)))]
 STEPS = 12
+LONG = types.SamplingParams(max_tokens=50, seed=1, stop=[])
 
 
 def likelihood(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -58,6 +59,13 @@ def losses_of(server: Server, *, kill: bool) -> list[float]:
             again = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
             assert again.sequences[0].tokens == first.sequences[0].tokens
             client.forward(DATA, "cross_entropy").result()
+            # A server that is stopped tells whoever waits to ask again.
+            waiting = sampler.sample(prompt, num_samples=64, sampling_params=LONG)
+            time.sleep(0.5)
+            server.stop()
+            assert "Traceback" not in server.log()
+            server.start()
+            assert len(waiting.result().sequences) == 64
         return [future.result().metrics["loss:sum"] for future in futures]
 
 
