@@ -314,31 +314,6 @@ def test_a_full_conversation_is_refused_and_a_new_one_goes_on(play):
     assert [len(one.completion) for one in sequences(rollout)] == [20, 4]
 
 
-def test_a_call_that_no_answer_can_hold_is_answered(play):
-    """A model may write the escape of half an emoji, or a number that is infinite."""
-    replies = list[Any]()
-    call = CALL.replace("2", '"\\ud83d!"')
-
-    def agent(endpoint, example):
-        reply = chat(endpoint.url, [user("a")], tools=[TOOL])
-        replies.append(reply)
-        said = message_of(reply)
-        chat(endpoint.url, [user("a"), said, result(said, "no")], tools=[TOOL])
-        body = {"model": "policy", "max_tokens": 99, "messages": [user("b")]}
-        body["tools"] = [{"name": "add", "input_schema": ADD["parameters"]}]
-        replies.append(post(f"{endpoint.url}/v1/messages", json=body))
-
-        replies.append(post(f"{endpoint.url}/v1/messages", json=body))
-
-    infinite = CALL.replace("2", "1e999")
-    rollout, _, failure = play(agent, [call, SAID, call, infinite])
-    assert failure is None
-    assert message_of(replies[0])["tool_calls"][0]["function"]["arguments"] == '{"a": "?!"}'
-    assert replies[1].json()["content"][0]["input"] == {"a": "?!"}
-    assert "1e999" in replies[2].json()["content"][0]["text"]  # no call, as JSON has no such number
-    assert [len(one.episode.turns) for one in sequences(rollout)] == [2, 1, 1]
-
-
 PROGRAM = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)
