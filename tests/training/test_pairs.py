@@ -233,7 +233,6 @@ def test_dpo_raises_the_chosen_completions(model, material, tmp_path, capsys):
     assert "held-out pairs ranked correctly: 0.0 % -> 100.0 %" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     measured = [row for row in rows if "eval/accuracy" in row]
-    assert [row["step"] for row in measured] == [0, 3, 6, 9, 12]
     # Any evaluated model may be the best, also between two checkpoints of every 4 steps.
     ranked = [
         p for p in tmp_path.glob("checkpoints/*/metrics/metrics") if "metric" in p.read_text()
