@@ -41,7 +41,7 @@ class Cluster(NamedTuple):
 
 def connect(*, namespace: str, address: str | None = None) -> Cluster:
     """Connects this process to the cluster at `address`, or else to the one at RAY_ADDRESS or on
-    this machine; starts one on this machine if there is none.
+    this machine; starts one on this machine if there is none, or if RAY_ADDRESS is `local`.
 
     Raises:
       RuntimeError: if the cluster cannot be reached.
@@ -63,9 +63,11 @@ def connect(*, namespace: str, address: str | None = None) -> Cluster:
 
 def running(*, namespace: str, address: str | None = None) -> bool:
     """Connects this process to a running cluster, as `connect`; returns False if none runs on this
-    machine and no other is named. Raises as `connect`."""
+    machine and no other is named, or if one is to be started. Raises as `connect`."""
     ray = import_ray()
     named = address or os.environ.get("RAY_ADDRESS")
+    if named == "local":
+        return False
     try:
         with _own_signals():
             ray.init(address=named or "auto", namespace=namespace, **_QUIET)

@@ -80,7 +80,7 @@ def resize(run: Path) -> None:
 
 
 def test_servers_and_workers_take_load_in_mid_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not the cluster of a test that runs beside it
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     wide = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on a CPU has no smaller heads
     tiny.write_checkpoint(tmp_path / "model", config=wide)
