@@ -2,20 +2,23 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 from tinker import types
 
 from tests import tiny
-from tests.service.serving import QUIET, Server
+from tests.service.serving import KEYS, QUIET, Server
 from tests.service.test_client import ADAM, supervised
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 DATA = [supervised(list(range(5, 25)))]
 STEPS = 12
-LONG = types.SamplingParams(max_tokens=50, seed=1, stop=[])
+HEADERS = {"X-API-Key": KEYS[0]}
+ADVANCED = 1_000  # a sequence number whose turn does not come
 
 
 def likelihood(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -59,13 +62,6 @@ def losses_of(server: Server, *, kill: bool) -> list[float]:
             again = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
             assert again.sequences[0].tokens == first.sequences[0].tokens
             client.forward(DATA, "cross_entropy").result()
-            # A server that is stopped tells whoever waits to ask again.
-            waiting = sampler.sample(prompt, num_samples=64, sampling_params=LONG)
-            time.sleep(0.5)
-            server.stop()
-            assert "Traceback" not in server.log()
-            server.start()
-            assert len(waiting.result().sequences) == 64
         return [future.result().metrics["loss:sum"] for future in futures]
 
 
@@ -80,3 +76,35 @@ def test_kills_change_nothing(tmp_path):
         server.stop()
     assert found[:STEPS] == pytest.approx(expected, abs=1e-5)
     assert found == sorted(found, reverse=True)
+
+
+def test_a_server_that_is_stopped_tells_whoever_waits_to_ask_again(tmp_path):
+    server = Server(tiny.write_checkpoint(tmp_path / "model"), tmp_path / "run")
+    try:
+        step = {
+            "model_id": new_model(server),
+            "seq_id": ADVANCED,
+            "adam_params": {"learning_rate": 0.0},
+        }
+        with ThreadPoolExecutor(1) as pool:
+            name = post(server, "optim_step", step).json()["request_id"]
+            waiting = pool.submit(post, server, "retrieve_future", {"request_id": name})
+            time.sleep(0.5)
+            assert not waiting.done()
+            server.stop()
+            assert waiting.result().json()["type"] == "try_again"
+        assert "Traceback" not in server.log()
+    finally:
+        server.stop()
+
+
+def new_model(server: Server) -> str:
+    """Makes a model; returns its id."""
+    with server.client() as service:
+        return service.create_lora_training_client("tiny", rank=4).result().model_id
+
+
+def post(server: Server, path: str, content: dict[str, object]) -> httpx.Response:
+    """Sends a request as the client does."""
+    url = f"{server.url}/api/v1/{path}"
+    return httpx.post(url, json=content, headers=HEADERS, timeout=60).raise_for_status()
