@@ -21,6 +21,7 @@ from jaxrl.fleet.wanted import Wanted
 _LONGEST = 64.0  # seconds between two starts
 _HEALTHY = 120.0  # seconds of life after which a death counts as the first
 _NOTICED = 60.0  # seconds within which a learner that has lost all servers ends
+_ANSWER = 10.0  # seconds for a server's answer
 _IDLE = 5.0  # seconds without a request after which a server that leaves is ended
 
 
@@ -95,9 +96,15 @@ class Servers:
         return [one for one in found if one is not None]
 
     def lost(self) -> bool:
-        """Tells if no server is ready, or none was a short time ago."""
+        """Tells if no server answers, or none was ready a short time ago. Then `open` starts those
+        that do not answer anew."""
         late = time.monotonic() - self._back > _NOTICED
-        return bool(self._servers) and not (late and any(s.ready for s in self._staying()))
+        ready = [server for server in self._staying() if server.ready]
+        answering = [server for server in ready if self._answers(server)]
+        if not self._servers or (late and answering):
+            return False
+        self.close([server for server in ready if server not in answering])
+        return True
 
     def look(self, ready: Sequence[Any]) -> None:
         """Takes note of calls that have ended, starts dead servers again when they are due, and
@@ -125,6 +132,15 @@ class Servers:
             server.actor, server.answer, server.due = None, None, None
             server.place, server.running = None, False
             server.spoken, server.ready, server.asked = None, False, None
+
+    def _answers(self, server: Server) -> bool:
+        """Asks a server, because Ray tells of its death later than the learner notices it."""
+        ray = import_ray()
+        try:
+            ray.get(server.actor.read.remote(f"{self._url(server)}/health"), timeout=_ANSWER)
+        except ray.exceptions.RayError:
+            return False
+        return True
 
     def _staying(self) -> list[Server]:
         return [server for server in self._servers if not server.leaving]

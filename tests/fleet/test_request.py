@@ -92,12 +92,15 @@ def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monk
     config, clock = run_config(tmp_path, **{"fleet.engine": "ray"}), [1000.0]
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(servers.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(servers, "import_ray", mock.MagicMock())
+    ray = mock.MagicMock()
+    ray.exceptions.RayError = ConnectionError
+    monkeypatch.setattr(servers, "import_ray", lambda: ray)
     keys = {"directory": tmp_path, "wanted": Wanted(tmp_path, "servers"), "events": Events()}
     fleet = servers.Servers(config, [mock.MagicMock()] * 2, **keys)
     first, second = fleet._servers
     for one in (first, second):
         one.place, one.ready = servers.Place("node", "10.0.0.1", 0, 1), True
+        one.actor = mock.MagicMock()
     assert not fleet.lost()
     fleet._rest(first, "killed")
     assert not fleet.lost()  # the other one serves
@@ -109,6 +112,9 @@ def test_a_learner_without_servers_is_told_from_one_with_an_error(tmp_path, monk
     clock[0] += 40
     assert not fleet.lost()
     assert not servers.Servers(config, [], **keys).lost()
+    ray.get.side_effect = ConnectionError  # it is dead, and Ray has not told so yet
+    assert fleet.lost()
+    assert second.place is None  # it gets a place at the next start
 
 
 class Events:
