@@ -30,6 +30,7 @@ from jaxrl.training.copies import copy_of
 # file: 51 KB, and nothing to install.
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = (
+    "language.js",
     "uPlot.iife.min.js",
     "base.js",
     "labels.js",
