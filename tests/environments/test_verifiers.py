@@ -27,7 +27,7 @@ class ModelContext:
     def __init__(self, model, client): self.model, self.client = model, client
 """
 ENV = """
-import asyncio, contextlib, json, urllib.request
+import asyncio, contextlib, json, os, urllib.request
 from types import SimpleNamespace as Of
 from verifiers.v1 import Env
 
@@ -37,7 +37,7 @@ class RunSlot:
     def __init__(self, task): self.task = task
 
 class Sums(Env):
-    taskset = ["add", "rewrite", "twice", "raise"]
+    taskset = ["add", "rewrite", "twice", "raise", "exit"]
 
     @contextlib.asynccontextmanager
     async def serving(self): yield
@@ -48,6 +48,8 @@ class Sums(Env):
             {"role": "user", "content": "2+3"}], "stream": slot.task == "add"}
         if slot.task == "raise":
             raise OSError("no sandbox")
+        if slot.task == "exit":
+            os._exit(1)
         def ask():
             data = json.dumps(body | {"tools": [{"type": "function", "function": {"name": "add"}}]})
             url = context.client.base_url + "/chat/completions"
@@ -94,8 +96,8 @@ def host(tmp_path_factory):
         patch.setenv("PYTHONPATH", str(directory))
         given = sys.executable, str(directory / "env.toml")
         made = builtin._host(*given)
-    yield given
-    made.close()
+        yield given
+        made.close()
 
 
 def play(host, task, texts):
@@ -135,7 +137,8 @@ def test_messages_append_and_reward_ends(host):
     ("task", "message"),
     [
         (3, "no sandbox"),
-        (4, "task 4 is not in the taskset; it has 4"),
+        (4, "the process that runs the environment has ended"),
+        (5, "task 5 is not in the taskset; it has 5"),
         ("4", "the column task is '4'"),
     ],
 )
