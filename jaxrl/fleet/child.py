@@ -92,7 +92,7 @@ class Child:
         """`directory` is where the process runs, `variables` are added to the actor's own."""
         self._directory, self._variables = directory, dict(variables)
         self._process: asyncio.subprocess.Process | None = None
-        self._spoken = asyncio.Event()
+        self._begun, self._spoken = asyncio.Event(), asyncio.Event()
 
     async def place(self) -> Place:
         """Returns the node; raises FileNotFoundError if it lacks the working directory."""
@@ -126,6 +126,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_ending_with_parent(),
             )
+            self._begun.set()
             copying = asyncio.create_task(self._copy(self._process, out))
             while self._process.returncode is None:
                 await asyncio.sleep(_LOOK)
@@ -149,10 +150,11 @@ class Child:
         await self._spoken.wait()
 
     async def send(self, signum: int) -> None:
-        """Sends the process a signal; does nothing once it has ended."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signum)
+        """Sends the process a signal once it has begun; does nothing once it has ended."""
+        await self._begun.wait()
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signum)
 
     async def read(self, url: str) -> str:
         """Returns what a server on this node answers; raises OSError if it does not."""
