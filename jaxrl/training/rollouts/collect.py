@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core import Rollout, by_group
+from jaxrl.core import Rollout, by_group, chains
 from jaxrl.data import Example, Tokenizer, next_indices
 from jaxrl.diagnostics import completion_metrics, format_marks
 from jaxrl.sampling import SamplingParams
@@ -110,14 +110,15 @@ def step_metrics(rollouts: RolloutBatch, numbers: Numbers, *, tokenizer: Tokeniz
     chosen = [r.completion[r.action_mask] for r in map(rollouts.sampled.__getitem__, read)]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in chosen]
     lengths = np.array([len(r.completion) for r in rollouts.sampled])
-    tokens = sum(r.length for r in rollouts.batch)
+    tokens = sum(one.length for r in rollouts.batch for one in chains(r))
+    drawn = sum(len(one.completion) for r in rollouts.sampled for one in chains(r))
     derived = {
         "completion_length": float(lengths.mean()),
         "completion_length/max": float(lengths.max()),
         "completion/truncated": float(np.mean([r.truncated for r in rollouts.sampled])),
         "completion/marks": format_marks(texts) / max(1, sum(map(len, chosen))),
         "tokens_per_second": tokens / numbers["time/step"],
-        "tokens_per_second/sample": float(lengths.sum()) / max(numbers["time/sample"], 1e-9),
+        "tokens_per_second/sample": drawn / max(numbers["time/sample"], 1e-9),
         "tokens_per_second/learn": tokens / numbers["time/learn"],
         # Without a reference model: the divergence from the sampled policy.
         "kl": numbers.get("kl/reference", numbers.get("mismatch/k3_kl", float("nan"))),

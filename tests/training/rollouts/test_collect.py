@@ -2,17 +2,19 @@
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl.core.batch import to_json
+from jaxrl.core.batch import Rollout, to_json
 from jaxrl.data.prompts import Example
 from jaxrl.environments.rewards.batches import batched
 from jaxrl.sampling.base import Completion
 from jaxrl.training.progress import Progress
-from jaxrl.training.rollouts.collect import RolloutBatch, collect
+from jaxrl.training.rollouts.collect import RolloutBatch, collect, step_metrics
+from tests import tiny
 from tests.run_config import run_config
 from tests.training.rollouts.source import make_source
 
@@ -41,6 +43,19 @@ def collected(sampler: Any, *, reward: Any, notes: list[str] | None = None) -> R
     note = ([] if notes is None else notes).append
     source = make_source(config, examples, sampler=sampler, reward=reward, note=note)
     return collect(source, progress=Progress(), seconds={})
+
+
+def test_throughput_counts_all_sequences_of_an_episode():
+    seconds = {"time/step": 4.0, "time/sample": 2.0, "time/learn": 1.0}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    plain = tiny.rollouts(4)
+    branched = [one._replace(branches=(one, one)) for one in plain]
+
+    def speeds(batch: list[Rollout]) -> list[float]:
+        numbers = step_metrics(RolloutBatch(batch, batch, {}), seconds, tokenizer=tokenizer)
+        return [numbers["tokens_per_second" + part] for part in ("", "/sample", "/learn")]
+
+    assert speeds(branched) == [3 * speed for speed in speeds(plain)]
 
 
 class Versioned:
