@@ -1,12 +1,16 @@
 """The order of work: each model's requests by sequence number, several models' in one batch."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from jaxrl.service.requests import Work
 from jaxrl.service.sampling import TOGETHER, Request
 from jaxrl.service.wire import Batch
+
+_SETTLES = 0.03  # seconds without a further request for samples, after which they are drawn
+_LONGEST = 0.3  # seconds that one waits so for others
 
 
 class _Line:
@@ -32,6 +36,7 @@ class Queue:
         self._ready = threading.Condition()
         self._lines = OrderedDict[str, _Line]()
         self._samples = OrderedDict[str, Work]()
+        self._first, self._last = 0.0, 0.0  # times at which those that wait have come
         self._closed = False
 
     def open(self, model: str, *, begin: int = 0, passed: set[int] | None = None) -> None:
@@ -50,6 +55,8 @@ class Queue:
         """Adds a request."""
         with self._ready:
             if work.kind == "sample":
+                self._last = time.monotonic()
+                self._first = self._first if self._samples else self._last
                 self._samples[work.id] = work
             else:
                 self._lines[work.target].waiting[work.seq] = work
@@ -76,14 +83,27 @@ class Queue:
 
     def take(self, *, most: int) -> tuple[list[Work], list[Work]] | None:
         """Waits for work. Returns training requests to compute together and requests for samples
-        to draw together, at most `most` samples unless one alone asks for more; None at the end."""
+        to draw together, at most `most` samples unless one alone asks for more; None at the end.
+
+        A client sends requests for samples one by one. Those that come alone wait a moment for
+        others, because what comes while a batch is drawn waits for its end.
+        """
         with self._ready:
             while not self._closed:
-                training, samples = self._training(), self._sampling(most)
+                training, wait = self._training(), self._unsettled(most)
+                samples = [] if wait and not training else self._sampling(most)
                 if training or samples:
                     return training, samples
-                self._ready.wait()
+                self._ready.wait(wait or None)
             return None
+
+    def _unsettled(self, most: int) -> float:
+        """Returns the seconds for which more requests for samples may be about to come; 0 if not,
+        or if those that wait fill a batch."""
+        if not self._samples or sum(w.payload.count for w in self._samples.values()) >= most:
+            return 0.0
+        until = min(self._last + _SETTLES, self._first + _LONGEST)
+        return max(0.0, until - time.monotonic())
 
     def _training(self) -> list[Work]:
         heads = {name: line for name, line in self._lines.items() if line.next in line.waiting}

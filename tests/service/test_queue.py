@@ -1,11 +1,13 @@
 """The order of work, and the keys and the state of a service."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrl.commands.tinker import KEY, check_alone, find_keys
+from jaxrl.service import queue as queue_module
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import Work
 from jaxrl.service.sampling import Request
@@ -66,6 +68,20 @@ def test_others_do_not_wait_for_a_step_or_a_refused_request():
     assert sorted([*taken(queue), *taken(queue)]) == ["a:0", "b:0"]
     queue.drop("a", 1)
     assert taken(queue) == ["a:2"]
+
+
+def test_a_request_for_samples_waits_for_those_that_come_right_after_it(monkeypatch):
+    monkeypatch.setattr(queue_module, "_SETTLES", 60.0)
+    monkeypatch.setattr(queue_module, "_LONGEST", 60.0)
+    queue = queue_of()
+    queue.add(sample("x", 1))
+    threading.Timer(0.1, queue.add, [sample("y", 1)]).start()
+    found = queue.take(most=4)  # both together
+    assert found is not None
+    assert [work.id for work in found[1]] == ["x", "y"]
+    queue.add(sample("z", 1))
+    monkeypatch.setattr(queue_module, "_LONGEST", 0.0)
+    assert taken(queue) == ["z"]
 
 
 def test_samples_of_one_batch_share_the_base():
