@@ -118,6 +118,7 @@ WHOLE = {
     "test_reward_model.py",
     "test_routing_replay.py",
     "test_sandbox.py",
+    "test_scores.py",
     "test_served_fleet.py",
     "test_served_reward_model.py",
     "test_server.py",

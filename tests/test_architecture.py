@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import LONGEST, WHOLE
+
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = re.compile(
     r"README\.md|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|MANIFEST\.in|pyproject\.toml|requirements[a-z-]*\.txt"
@@ -32,6 +34,14 @@ def test_files_are_small_and_finished() -> None:
 def test_top_level_follows_the_design() -> None:
     odd = {name.split("/")[0] for name in tracked() if not TOP_LEVEL.fullmatch(name.split("/")[0])}
     assert not odd
+
+
+def test_files_of_whole_tests_are_listed() -> None:
+    """One that marks itself instead is run neither with `-m whole`, which leaves out files that
+    tests/conftest.py does not list, nor with `-m "not whole"`."""
+    there = [*(ROOT / "tests").rglob("test_*.py")]
+    assert {*WHOLE, *LONGEST} <= {path.name for path in there}
+    assert not [path for path in there if "pytest.mark." + "whole" in path.read_text()]
 
 
 def test_importing_starts_no_backend() -> None:

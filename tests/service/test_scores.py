@@ -11,7 +11,7 @@ from tinker import types
 from tests import tiny
 from tests.service.serving import QUIET, Server
 
-pytestmark = [pytest.mark.filterwarnings(*QUIET), pytest.mark.whole]
+pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 PROMPT = [5, 6, 7, 8, 9]
 VOCABULARY = tiny.CONFIG.vocab_size
