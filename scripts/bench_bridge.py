@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import hosts, processes
 from benchmarks.publishing import MODELS, measure, measure_write
 from benchmarks.timing import options, write
+from experiments.runs import exit_on_sigterm
 
 from jaxrl.core import Precision
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1Gbit", help="of each link, such as 100Mbit")
     parser.add_argument("--hosts", type=int, default=1)
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.transport == "store":
         through_store(args)
         return

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import small_run
 from benchmarks.timing import options, write
-from experiments.runs import CONFIGS, quickstart
+from experiments.runs import CONFIGS, exit_on_sigterm, quickstart
 
 from jaxrl.tracking.tracker import read_metrics
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="of a run of the quickstart")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a reward")
     given = parser.parse_args()
+    exit_on_sigterm()
     write(compare_steps(given) if given.what == "step" else compare_rewards(given), given.out)
 
 
@@ -120,11 +121,14 @@ def run(run_dir: Path, keys: Mapping[str, str], *, first: int) -> Used:
     alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     spent: dict[int, Sequence[float]] = {}  # processor time by the number of steps that are done
     with subprocess.Popen(command, env=alone, stdout=sys.stderr) as process:
-        while process.poll() is None:
-            if (done := len(steps(run_dir))) >= first and done not in spent:
-                with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
-                    spent[done] = processor_time(process.pid)
-            time.sleep(0.05)
+        try:
+            while process.poll() is None:
+                if (done := len(steps(run_dir))) >= first and done not in spent:
+                    with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+                        spent[done] = processor_time(process.pid)
+                time.sleep(0.05)
+        finally:
+            process.terminate()  # if this program is to end
     if process.returncode:
         raise RuntimeError(f"{command} ended with status {process.returncode}")
     seconds = steps(run_dir)

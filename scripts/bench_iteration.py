@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.iteration.pace import ANSWER, GROUP, PROMPT, PROMPTS
 from benchmarks.timing import alternate, compared, options, write
+from experiments.runs import exit_on_sigterm
 
 TOKENS = PROMPTS * GROUP * (PROMPT + ANSWER)
 SHAPE, ROWS, PEER_ROWS = "S", 4, 16  # sequences per microbatch
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16_master"])
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
     args = parser.parse_args()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as programs:
         material = peers.write_material(Path(made), SHAPE)
         commands = {

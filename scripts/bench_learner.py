@@ -16,6 +16,7 @@ from benchmarks import learning, peers, plain
 from benchmarks.learning import LENGTH, SEQUENCES, SINGLE
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Run, alternate, compared, matmul_peak, options, write
+from experiments.runs import exit_on_sigterm
 
 from jaxrl.core import Precision
 
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--torch", type=Path, help="directory with a plain torch_step.py")
     parser.add_argument("--peers", type=Path, help="time TRL of scripts/install_peers.sh in f32")
     args = parser.parse_args()
+    exit_on_sigterm()
     peaks = {dtype: matmul_peak(dtype) for dtype in args.dtypes}
     for shape in args.shapes:
         build = functools.partial(

@@ -24,6 +24,7 @@ from benchmarks import peers
 from benchmarks.learning import LENGTH, SEQUENCES
 from benchmarks.shapes import ANSWER, PROMPT, SHAPES
 from benchmarks.timing import Run, alternate, compared, options, write
+from experiments.runs import exit_on_sigterm
 from tinker import types
 
 from jaxrl.core import MinibatchShape, Precision, given_rollout, jit, pack_minibatch
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16_master")
     parser.add_argument("--rows", type=int, default=16, help="sequences per microbatch")
     args = parser.parse_args()
+    exit_on_sigterm()
     for shape in args.shapes:
         config = SHAPES[shape]
         train, sample = own(config, Precision.parse(args.precision), rows=args.rows)

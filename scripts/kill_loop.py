@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import small_run
-from experiments.runs import plain_parser
+from experiments.runs import exit_on_sigterm, plain_parser
 from experiments.served import healthy, kill_server, servers
 
 
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--adapters", action="store_true")
     options = parser.parse_args()
+    exit_on_sigterm()
     material = options.directory / "material"
     if not options.adapters:
         small_run.write_material(material)
@@ -54,7 +55,11 @@ def loop(options: argparse.Namespace, material: Path, *, ports: Sequence[int]) -
     shutil.rmtree(undisturbed, ignore_errors=True)
     begun = time.monotonic()
     command = small_run.command(material, undisturbed, steps=options.steps, further=keys)
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    log = undisturbed.with_suffix(".log")
+    with log.open("wb") as output:
+        status = subprocess.call(command, stdout=output, stderr=output)
+    if status:
+        raise RuntimeError(f"the run ended with status {status}; see {log}")
     longest = time.monotonic() - begun
     chance, killed, finished, status = random.Random(options.seed), Counter[str](), 0, 0
     while (left := options.kills - killed.total()) > 0:

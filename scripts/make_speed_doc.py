@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from experiments.runs import markdown, plain_parser, write_table
+from experiments.runs import exit_on_sigterm, markdown, plain_parser, write_table
 
 SCRIPTS = Path(__file__).parent
 DOCUMENT = SCRIPTS.parent / "docs" / "results" / "speed.md"
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--plain", type=Path, help="directory of torch_step.py and jax_decode.py")
     parser.add_argument("--peers", type=Path, help="directory of scripts/install_peers.sh")
     args = parser.parse_args()
+    exit_on_sigterm()
     args.directory.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, str]] = []
     machine, version, dates = "", "", set[str]()

@@ -14,7 +14,6 @@ answer right half of the time, and trains all its parameters; a stand-in for San
 code, without a sandbox. The recipes' own numbers go to the standard output, as JSON lines.
 """
 
-import argparse
 import base64
 import json
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import make_arithmetic
+from experiments.runs import exit_on_sigterm, plain_parser
 from transformers import AutoTokenizer
 
 from jaxrl import huggingface, models
@@ -191,11 +191,12 @@ def show(place: Path, name: str) -> None:
 
 def main() -> None:
     """Starts the server, runs the recipes and prints their metrics."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = plain_parser(__doc__)
     parser.add_argument("--python", required=True, help="interpreter with tinker-cookbook")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     arguments = parser.parse_args()
+    exit_on_sigterm()
     python = os.path.abspath(arguments.python)
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)

@@ -39,7 +39,11 @@ def measure(name: str, *, params_dtype: DType, wire: DType, repetitions: int) ->
         )
         for i in range(count)
     ]
-    said = [process.communicate()[0] for process in started]
+    try:
+        said = [process.communicate()[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     if any(process.returncode for process in started):
         raise RuntimeError("a process failed; its output says why")
     return json.loads(said[0].splitlines()[-1])  # Gloo prints, too

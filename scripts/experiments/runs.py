@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = plain_parser(doc)
     made.add_argument("--base", type=Path, default=Path("runs/quickstart"))
     return made
+
+
+def exit_on_sigterm() -> None:
+    """Lets SIGTERM raise SystemExit, so that a program ends the processes that it has started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def quickstart(base: Path) -> dict[str, str]:
