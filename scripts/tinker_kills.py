@@ -12,6 +12,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -75,8 +76,16 @@ def read(stream: IO[str] | None) -> str:
 
 @contextmanager
 def serving(model: Path, directory: Path) -> Iterator[Server]:
-    """Runs a server for the block."""
+    """Runs a server for the block. A signal ends it and this program at once: clients go on asking
+    a server that is gone, and a thread cannot be ended."""
     server = Server(model, directory)
+
+    def end(number: int, _: object) -> None:
+        server.kill()
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     try:
         yield server
     finally:
@@ -120,19 +129,27 @@ def datum(rng: np.random.Generator) -> types.Datum:
 
 
 def disturb(server: Server, chance: random.Random, *, kills: int, ended: threading.Event) -> int:
-    """Kills the server at random moments while clients train; returns the number of kills."""
+    """Kills the server at random moments while clients train; returns the number of kills.
+
+    Ends this program if the server does not come back.
+    """
     for killed in range(kills):
         if ended.wait(chance.uniform(0, 6)):
             return killed
         server.kill()
-        server.start()
+        try:
+            server.start()
+        except SystemExit as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
     return kills
 
 
 def furthest(found: Trained, alone: Trained) -> float:
-    """Returns the largest deviation of losses and log-probs, as a share of their size."""
-    pairs = zip(found.losses + found.logprobs, alone.losses + alone.logprobs, strict=True)
-    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+    """Returns the largest deviation of losses and log-probs, as a share of their size; NaN if it is
+    unknown."""
+    ours, theirs = (np.array(one.losses + one.logprobs) for one in (found, alone))
+    return float(np.max(np.abs(ours - theirs) / np.maximum(1.0, np.abs(theirs))))
 
 
 def main() -> int:
@@ -167,11 +184,12 @@ def run(options: argparse.Namespace) -> int:
         rounds += 1
         deviations = [furthest(one, own) for one, own in zip(found, alone, strict=True)]
         samples = sum(one.samples != own.samples for one, own in zip(found, alone, strict=True))
-        failed = max(deviations) > LIMIT or samples > 0
+        worst = float(np.max(deviations))
+        failed = not worst <= LIMIT or samples > 0  # NaN fails, too
         status |= failed
         print(
             f"{killed} kills, {rounds} rounds of {time.monotonic() - begun:.0f} s: the furthest of "
-            f"{options.clients} clients is {max(deviations):.1e} from training alone, "
+            f"{options.clients} clients is {worst:.1e} from training alone, "
             f"{samples} sampled otherwise: {'DIFFERENT' if failed else 'the same'}",
             flush=True,
         )

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -15,6 +16,14 @@ def load(monkeypatch):
     """Returns a function that imports a program of scripts/."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module
+
+
+def test_losses_that_are_no_numbers_deviate(load):
+    kills = load("tinker_kills")
+    alone = kills.Trained([1.0, 2.0], [-1.0], [])
+    assert kills.furthest(alone._replace(logprobs=[-1.5]), alone) == 0.5
+    for broken in (alone._replace(losses=[1.0, np.nan]), alone._replace(logprobs=[np.nan])):
+        assert not kills.furthest(broken, alone) <= kills.LIMIT
 
 
 def test_sigterm_ends_what_a_script_has_started(load):
