@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.link import Link
-from experiments.runs import CONFIGS, markdown, parser, quickstart
+from experiments.runs import CONFIGS, exit_on_sigterm, markdown, parser, quickstart
 from soaking import judge
 from soaking.hosts import COMMAND, KEY, LEASE, Host, Seen, host, wait_for
 from soaking.store import FaultyStore
@@ -69,7 +69,7 @@ class Soak:
         self.versions: dict[str, Seen] = {}
         self.wrong: list[str] = []
         self.compared = 0.0
-        self.begun = 0  # last step when the learner started
+        self.begun = self.said = 0  # last step, and bytes of output, when the learner started
         self.learner = self.start()
         stack.callback(lambda: self.learner.kill())
         self.over = threading.Event()
@@ -94,7 +94,7 @@ class Soak:
         command = [*COMMAND, "train", str(CONFIGS / "quickstart_async.toml")]
         command += [word for key, value in keys.items() for word in (f"--{key}", value)]
         environment = os.environ | {"JAXRL_API_KEY": KEY}
-        self.begun = self.step()
+        self.begun, self.said = self.step(), Path(self.output.name).stat().st_size
         return subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
 
     def step(self) -> int:
@@ -117,9 +117,10 @@ class Soak:
         if status == -signal.SIGKILL:
             self.ends["killed"] += 1
         else:
-            said = Path(self.output.name).read_text(errors="replace").rstrip().splitlines()
+            output = Path(self.output.name).read_bytes()[self.said :]
+            said = output.decode(errors="replace").rstrip().splitlines()
             self.ends[f"status {status}: {said[-1][:300] if said else ''}"] += 1
-            if status != 1 or any(line.startswith("Traceback") for line in said[-30:]):
+            if judge.crashed(status, said):
                 self.wrong.append(f"the learner ended with status {status}; see {self.output.name}")
         while not any(one.healthy() for one in self.hosts):
             time.sleep(1)
@@ -242,7 +243,7 @@ def main() -> int:
     made.add_argument("--between", type=float, nargs=2, default=(5.0, 30.0), metavar="SECONDS")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the hosts, too
+    exit_on_sigterm()
     shutil.rmtree(options.directory, ignore_errors=True)
     (options.directory / "logs").mkdir(parents=True)
     with ExitStack() as stack:

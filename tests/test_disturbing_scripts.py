@@ -18,6 +18,14 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+def test_a_crash_is_one_however_long_its_traceback_is(load):
+    crashed = load("soaking.judge").crashed
+    frames = [f'  File "{i}.py", line 1, in f' for i in range(100)]
+    assert crashed(1, ["Traceback (most recent call last):", *frames, "ValueError: x"])
+    assert not crashed(1, ["step 3", "error: all servers failed"])
+    assert crashed(-signal.SIGSEGV, [])
+
+
 def test_losses_that_are_no_numbers_deviate(load):
     kills = load("tinker_kills")
     alone = kills.Trained([1.0, 2.0], [-1.0], [])

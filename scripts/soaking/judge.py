@@ -20,6 +20,12 @@ _MEMORY, _DESCRIPTORS = 64.0, 8.0
 _ROLES = "learner", "jaxrl serve", "agent", "server"
 
 
+def crashed(status: int, said: Sequence[str]) -> bool:
+    """Tells whether a learner that has said these lines ended by a defect, and not with status 1
+    and the message of an error that it expects, such as that of servers that all fail."""
+    return status != 1 or any(line.startswith("Traceback") for line in said)
+
+
 def steps(run_dir: Path, *, staleness: int) -> list[str]:
     """Returns what is wrong with the steps: a missing or double one, groups that were sampled but
     neither trained on, dropped nor waiting, completions that are too old."""
