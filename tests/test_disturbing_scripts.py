@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,21 @@ def test_losses_that_are_no_numbers_deviate(load):
     assert kills.furthest(alone._replace(logprobs=[-1.5]), alone) == 0.5
     for broken in (alone._replace(losses=[1.0, np.nan]), alone._replace(logprobs=[np.nan])):
         assert not kills.furthest(broken, alone) <= kills.LIMIT
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks at /proc")
+def test_processes_are_found_beside_one_whose_command_is_no_text(load):
+    served = load("experiments.served")
+    waits = b"read\n"  # until its input is closed
+    with (
+        subprocess.Popen([b"bash", b"-c", waits, b"\xff"], stdin=subprocess.PIPE) as odd,
+        subprocess.Popen(["bash", "-c", "read\n", "a word"], stdin=subprocess.PIPE) as sought,
+    ):
+        try:
+            assert served.processes("bash", "a word") == [sought.pid]
+        finally:
+            odd.kill()
+            sought.kill()
 
 
 def test_sigterm_ends_what_a_script_has_started(load):

@@ -40,13 +40,21 @@ def healthy(port: int) -> bool:
     return VllmServer(f"http://127.0.0.1:{port}", timeout=5.0).healthy()
 
 
-def kill_server(port: int) -> bool:
-    """Kills all processes of the server on a port; returns True once it is gone."""
+def processes(*words: str) -> list[int]:
+    """Returns the processes whose command has these words."""
+    found, wanted = [], {os.fsencode(word) for word in words}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_text().split("\0") if entry.name.isdigit() else []
-            if "vllm.entrypoints.openai.api_server" in words and str(port) in words:
-                os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
+            if entry.name.isdigit() and wanted <= {*(entry / "cmdline").read_bytes().split(b"\0")}:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_server(port: int) -> bool:
+    """Kills all processes of the server on a port; returns True once it is gone."""
+    for process in processes("vllm.entrypoints.openai.api_server", str(port)):
+        with contextlib.suppress(OSError):
+            os.killpg(os.getpgid(process), signal.SIGKILL)
     until = time.monotonic() + 5.0
     while (there := healthy(port)) and time.monotonic() < until:
         time.sleep(0.1)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,10 +12,10 @@ from typing import NamedTuple
 
 import httpx2
 from benchmarks.link import Link
+from experiments.served import COMMAND, processes
 
 from jaxrl.bridge import free_port
 
-COMMAND = [sys.executable, "-m", "jaxrl.cli"]
 KEY = "the-key-of-a-soak"
 LEASE = 10  # seconds
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # three on few cores
@@ -93,7 +92,7 @@ class Host:
     def servers(self) -> list[int]:
         """Returns the processes of its server."""
         found = processes("vllm.entrypoints.openai.api_server", str(self.port))
-        groups = {os.getpgid(process) for process in found}
+        groups = {group(process) for process in found} - {0}
         return [p for p in processes() if group(p) in groups]
 
     def worked(self) -> list[int]:
@@ -105,18 +104,6 @@ class Host:
         for process in self.servers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-
-
-def processes(*words: str) -> list[int]:
-    """Returns the processes whose command has these words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit():
-                command = (entry / "cmdline").read_text().split("\0")
-                if all(word in command for word in words):
-                    found.append(int(entry.name))
-    return found
 
 
 def parent(process: int) -> int:
