@@ -69,7 +69,7 @@ def measure(
     options: argparse.Namespace, url: str, *, staleness: int, correction: str, seed: int
 ) -> dict[str, str]:
     """Returns a run's line of the table; trains it first if the directory does not have it."""
-    name = f"{correction.replace(' ', '-')}-{staleness}-{seed}"
+    name = f"{correction.replace(' ', '-')}-{staleness}-{seed}-{options.steps}"
     keys = {
         "seed": seed,
         "run_dir": options.directory / (f"{name}-balanced" if options.balanced else name),
