@@ -1,6 +1,7 @@
 """vLLM's engine in a child process, with the interface of `VllmServer`."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -90,9 +91,15 @@ def child_engine() -> Iterator[ChildEngine]:
     """Runs the process for the block and prints the end of vLLM's output."""
     command = [VLLM_PYTHON, Path(__file__).with_name("vllm_child.py")]
     with (
+        tempfile.TemporaryDirectory() as place,  # a killed vLLM leaves a file for each model
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            command,
+            env=os.environ | {"TMPDIR": place},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         ) as process,
     ):
         try:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,9 +61,14 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
         "TORCH_COMPILE_DISABLE": "1",
     }
     with (
+        tempfile.TemporaryDirectory() as place,  # where a killed vLLM leaves files
         (directory / "log").open("wb") as log,
         subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment | {"TMPDIR": place},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         ) as process,
     ):
         try:
