@@ -1,6 +1,5 @@
 """A headless Chromium, driven through its DevTools protocol over a pipe."""
 
-import base64
 import json
 import os
 import shutil
@@ -91,13 +90,6 @@ class Page:
         )
         for step in (-2, 0):
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + step, y=y)
-
-    def picture(self, path: Path, *, height: int) -> None:
-        """A PNG of the top of the page."""
-        width = self.run("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        found = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager
