@@ -96,11 +96,12 @@ def leave_one_out_relative(
     others = count[index] - 1
     apart = np.nan_to_num(rewards - group_mean(rewards, index, count))
     # Without this reward, the sum of squares about the mean is smaller by n / (n - 1) apart^2.
-    squares = np.bincount(index, apart**2, minlength=len(count))[index]
-    squares = squares - (others + 1) / np.maximum(others, 1) * apart**2
+    total = np.bincount(index, apart**2, minlength=len(count))[index]
+    squares = total - (others + 1) / np.maximum(others, 1) * apart**2
     std = np.sqrt(np.maximum(squares, 0) / np.maximum(others - 1, 1))
     difference = (others + 1) / np.maximum(others, 1) * apart
-    equal = std <= 1e-7 * np.maximum(1, np.abs(rewards))  # what rounding leaves of a std of 0
+    # What rounding leaves of a std of 0 grows with the rewards and with the whole sum of squares.
+    equal = std <= 1e-7 * np.maximum(np.maximum(1, np.abs(rewards)), np.sqrt(total))
     found = np.where(equal, difference, difference / (std + eps))
     return _finished(np.where(np.isnan(rewards) | (others < 1), 0.0, found))
 

@@ -82,6 +82,9 @@ def test_leave_one_out_statistics():
     found = leave_one_out_relative(np.array([1.1, 0.1, 0.1]), np.zeros(3, int))
     np.testing.assert_allclose(found, [1, -0.5 / 0.5**0.5, -0.5 / 0.5**0.5], rtol=1e-5)
     np.testing.assert_array_equal(leave_one_out_relative(np.ones(2), np.zeros(2, int)), 0)
+    # The only wrong one: rounding of the others' large rewards must not count as their std.
+    found = leave_one_out_relative(np.array([-1.0, *[55.3] * 15]), np.zeros(16, int))
+    np.testing.assert_allclose(found[0], -56.3, rtol=1e-6)
 
 
 def test_batch_relative_bounds_almost_solved_prompts():
