@@ -109,7 +109,7 @@ def _own_network(
     critic = make_critic(
         scorer,
         recipe.critic,
-        optimizer=_optimizer(config, scorer.specs, learning_rate=config.critic.learning_rate),
+        optimizer=_optimizer(config, scorer.specs),
         precision=config.precision,
         param_shardings=layout.constraints(scorer.specs),
     )
@@ -126,8 +126,10 @@ def _shared_trunk(
         recipe,
         coefficient=_COEFFICIENT,
         optimizers=Optimizers(
-            _optimizer(config, model.specs, learning_rate=config.optimizer.learning_rate),
-            _optimizer(config, specs, learning_rate=config.critic.learning_rate),
+            make_optimizer(
+                config.optimizer, total_steps=config.policy_steps, specs=model.specs
+            ).transformation,
+            _optimizer(config, specs),
         ),
         precision=config.precision,
         param_shardings=layout.constraints({**model.specs, **specs}),
@@ -140,11 +142,10 @@ def _shared_trunk(
     return pure._replace(step=step), place(head, layout.tree(specs)), specs
 
 
-def _optimizer(
-    config: Config, specs: Specs, *, learning_rate: float
-) -> optax.GradientTransformation:
+def _optimizer(config: Config, specs: Specs) -> optax.GradientTransformation:
+    """Makes the optimizer of a critic, or of a value head."""
     return make_optimizer(
-        config.optimizer.model_copy(update={"learning_rate": learning_rate}),
+        config.optimizer.model_copy(update={"learning_rate": config.critic.learning_rate}),
         total_steps=config.optimizer_steps,
         specs=specs,
     ).transformation

@@ -265,7 +265,7 @@ def build_learner(
         )
     specs = trained_specs(config.lora, model.specs)
     optimizer, learning_rate = make_optimizer(
-        config.optimizer, total_steps=config.optimizer_steps, specs=specs
+        config.optimizer, total_steps=config.policy_steps, specs=specs
     )
     learner = make_learner(
         model._replace(temperature=config.sampling.temperature),

@@ -44,8 +44,14 @@ class OptimizerConfig(Section):
     offload: bool = False
     """Keep the moments in host memory between steps: saves device memory, slows steps down."""
 
-    def conflicts(self, precision: Precision) -> Iterator[str]:
-        """Yields a line if moments could never fall, because a beta times one rounds back to it."""
+    def conflicts(self, precision: Precision, *, steps: int) -> Iterator[str]:
+        """Yields a line if the warmup covers all of the optimizer `steps`, and one if moments could
+        never fall, because a beta times one rounds back to it."""
+        if self.warmup_steps >= steps:
+            yield (
+                f"optimizer.warmup_steps = {self.warmup_steps} covers all of the run's {steps} "
+                "optimizer steps; lower it"
+            )
         highest = 1 - float(jnp.finfo(precision.moments).eps) / 2
         if max(self.betas[: 1 if self.name == "sgd" else 2]) > highest:
             yield (

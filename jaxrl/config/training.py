@@ -104,8 +104,15 @@ class Config(RunConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run, which the learning rate schedule spans."""
+        """Optimizer steps of the whole run, which a critic's learning rate schedule spans."""
         return self.train.steps * self.train.updates_per_rollout
+
+    @property
+    def policy_steps(self) -> int:
+        """Optimizer steps of the policy, which its learning rate schedule spans: those after
+        `critic.pretrain_steps`."""
+        steps = self.train.steps - self.critic.pretrain_steps
+        return max(1, steps) * self.train.updates_per_rollout
 
     @property
     def eval_every(self) -> int:
@@ -147,7 +154,7 @@ class Config(RunConfig):
         yield from _blocks(self)
         yield from _alarms(self)
         yield from _own_meshes(self)
-        yield from self.optimizer.conflicts(self.precision)
+        yield from self.optimizer.conflicts(self.precision, steps=self.policy_steps)
         yield from self.fleet.conflicts(self.sampler, self.hosts, run_dir=self.run_dir)
 
 
@@ -233,12 +240,6 @@ def _sizes(c: Config) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer = {c.reward.overlong_buffer} is larger than "
             f"sampling.max_tokens = {c.sampling.max_tokens}; lower it"
-        )
-    if c.optimizer.warmup_steps >= c.optimizer_steps:
-        yield (
-            f"optimizer.warmup_steps = {c.optimizer.warmup_steps} covers all of the run's "
-            f"{c.optimizer_steps} optimizer steps (train.steps x train.updates_per_rollout); lower "
-            "it"
         )
     if c.data.eval_path is None and c.eval.every:
         yield f"eval.every = {c.eval.every} needs data.eval_path"

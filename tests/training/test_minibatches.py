@@ -153,6 +153,18 @@ def test_a_run_reports_what_a_publish_changes(changes, reports, tmp_path):
     assert found == ({"publish/changed", "publish/absorbed"} if reports else set())
 
 
+def test_the_policys_schedule_ends_with_the_run(tmp_path):
+    """Steps in which the critic learns alone are none of the policy's."""
+    keys = {"loss.name": "ppo", "optimizer.schedule": "linear", "train.updates_per_rollout": 2}
+    keys |= {"train.steps": 50, "critic.pretrain_steps": 30, "mesh.fsdp": 1, "mesh.tensor": 1}
+    config = make_config(tmp_path, **keys)
+    layout, recipe = make_layout(config.mesh, devices=jax.devices()[:1]), make_recipe(config)
+    objective, model = recipe.objective, decoder(tiny.CONFIG)
+    _, learning_rate = build_learner(config, model, objective=objective, layout=layout)
+    rates = [float(learning_rate(step)) for step in (0, 20, 39, 40)]
+    np.testing.assert_allclose(rates, [0.01, 0.005, 0.01 / 40, 0], rtol=1e-5, atol=1e-12)
+
+
 def test_a_truncated_completion_continues_in_the_critics_mind():
     """Its value ahead is the value before the next token of the completion that goes on, and its
     last token is worth the reward and that; what ended, or ends elsewhere, has nothing ahead."""
