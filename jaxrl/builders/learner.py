@@ -180,8 +180,18 @@ def _drift(
 ) -> Callable[[Any, Minibatch], Any] | None:
     if disagreement(config.precision) is None:
         return None
-    tempered = model._replace(temperature=config.sampling.temperature)
-    return jit(make_drift(tempered, precision=config.precision, param_shardings=shardings))
+    made = make_drift(
+        model._replace(temperature=config.sampling.temperature),
+        precision=config.precision,
+        param_shardings=shardings,
+        as_published=_as_published(config),
+    )
+    return jit(made)
+
+
+def _as_published(config: Config) -> Callable[[Any], Any]:
+    """Returns what makes the weights that samplers use of the learner's."""
+    return lora.merge if config.lora.publish == "merged" else lambda params: params
 
 
 def needs_reference(config: Config, recipe: Recipe) -> bool:
@@ -271,7 +281,7 @@ def build_learner(
         model._replace(temperature=config.sampling.temperature),
         objective,
         optimizer=optimizer,
-        as_published=lora.merge if config.lora.publish == "merged" else lambda params: params,
+        as_published=_as_published(config),
         precision=config.precision,
         param_shardings=layout.constraints(specs),
     )

@@ -11,7 +11,14 @@ import optax
 import pytest
 
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.learner import Learning, anchor_note, build_learner, step_minibatch, step_shape
+from jaxrl.builders.learner import (
+    Learning,
+    _drift,
+    anchor_note,
+    build_learner,
+    step_minibatch,
+    step_shape,
+)
 from jaxrl.builders.model import trained_specs
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
@@ -151,6 +158,26 @@ def test_a_run_reports_what_a_publish_changes(changes, reports, tmp_path):
 
     found = {name for name in jax.eval_shape(step, tiny.params()) if name.startswith("publish/")}
     assert found == ({"publish/changed", "publish/absorbed"} if reports else set())
+
+
+@pytest.mark.parametrize(
+    ("changes", "merges"),
+    [({}, True), ({"lora.publish": "adapters", "sampler.name": "vllm"}, False)],
+)
+def test_the_drift_is_that_of_the_weights_that_are_published(changes, merges, tmp_path):
+    """Servers that load adapters round these, and not the merged weights."""
+    config = make_config(
+        tmp_path,
+        **{"precision": "phantom", "lora.rank": 2, "mesh.fsdp": 1, "mesh.tensor": 1} | changes,
+    )
+    model = decoder(tiny.CONFIG)
+    drift, specs = _drift(config, model, shardings=None), trained_specs(config.lora, model.specs)
+    assert drift is not None
+    adapters = init(specs.adapters, jax.random.key(0), dtype=np.dtype(np.float32))
+    shape = MinibatchShape(row_length=24, rows_per_microbatch=4)
+    batch = packing.pack_minibatch(tiny.rollouts(4), [1.0] * 4, shape=shape)
+    traced = drift.trace(lora.Adapted(adapters, tiny.params(), specs.alpha), batch)
+    assert ("name=_merge" in str(traced.jaxpr)) == merges
 
 
 def test_the_policys_schedule_ends_with_the_run(tmp_path):
