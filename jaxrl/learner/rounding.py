@@ -3,10 +3,11 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxrl.core.casts import as_served
 from jaxrl.core.metrics import Mean, Metrics, masked_mean
@@ -34,19 +35,45 @@ def publish_metrics(old: Any, new: Any, *, precision: Precision) -> Metrics:
     before, after = lora.trainable(old), lora.trainable(new)
     served = [as_served(params, precision) for params in (before, after)]
     same = jax.tree.map(lambda a, b: a.astype(jnp.float32) == b.astype(jnp.float32), *served)
-    update = jax.tree.map(
+    squares = jax.tree.map(
         lambda a, b: (b.astype(jnp.float32) - a.astype(jnp.float32)) ** 2, before, after
     )
-
-    def lost(squares: jax.Array, unmoved: jax.Array) -> Mean:
-        return Mean(jnp.sum(jnp.where(unmoved, squares, 0)), jnp.sum(squares))
-
+    found = jax.tree.map(
+        lambda *given: lax.platform_dependent(*given, cuda=_sums_by_sign, default=_sums),
+        squares,
+        same,
+    )
+    parts = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, _Sums))
     return {
-        "publish/changed": _sum(
-            jax.tree.map(lambda s: masked_mean(~s, jnp.ones_like(s, bool)), same)
-        ),
-        "publish/absorbed": _sum(jax.tree.map(lost, update, same)),
+        "publish/changed": _sum([Mean(one.changed, one.words) for one in parts]),
+        "publish/absorbed": _sum([Mean(one.unseen, one.squares) for one in parts]),
     }
+
+
+class _Sums(NamedTuple):
+    """Comparison of one array before and after a step."""
+
+    changed: jax.Array  # f32[], words whose value differs
+    words: jax.Array  # f32[]
+    unseen: jax.Array  # f32[], squares of the update at the other words
+    squares: jax.Array  # f32[]
+
+
+def _sums(squares: jax.Array, same: jax.Array) -> _Sums:
+    changed = masked_mean(~same, jnp.ones_like(same, bool))
+    unseen = jnp.sum(jnp.where(same, squares, 0))
+    return _Sums(changed.total, changed.weight, unseen, jnp.sum(squares))
+
+
+def _sums_by_sign(squares: jax.Array, same: jax.Array) -> _Sums:
+    """Equals `_sums`, but for the rounding of each square to bf16. To read weights before and after
+    an update in place, XLA for GPUs copies all of them. Here the update's own pass writes squares,
+    those of changed words with a minus sign."""
+    signed = jnp.where(same, squares, -squares).astype(jnp.bfloat16)
+    signed = lax.optimization_barrier(signed).astype(jnp.float32)
+    changed = masked_mean(jnp.signbit(signed), jnp.ones_like(same, bool))
+    unseen = jnp.sum(jnp.maximum(signed, 0))
+    return _Sums(changed.total, changed.weight, unseen, jnp.sum(jnp.abs(signed)))
 
 
 def reporting_publish(

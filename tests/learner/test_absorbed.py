@@ -9,7 +9,7 @@ import pytest
 from jaxrl.core.metrics import to_floats
 from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.diagnostics import History
-from jaxrl.learner.rounding import reporting_publish
+from jaxrl.learner.rounding import _sums, _sums_by_sign, reporting_publish
 from jaxrl.training.absorbed import absorbed_note
 from tests import tiny
 from tests.learner.test_policy import learner, minibatch
@@ -70,6 +70,17 @@ def test_published_words_are_counted_in_numpy(text):
     assert (share == 0) == (text == "bf16")  # the parameters are what is published
     rest = {name: x for name, x in found.items() if not name.startswith("publish/")}
     assert rest == to_floats(one.step(state, batch)[1])
+
+
+def test_comparison_on_gpus_differs_by_the_rounding_of_squares():
+    rng = np.random.default_rng(0)
+    squares = rng.normal(size=(64, 128)).astype(np.float32) ** 2
+    same = rng.random((64, 128)) < 0.3
+    squares[0], same[1] = 0, False  # nothing moved; a word may change by less than f32 can square
+    squares[1] = 0
+    found, expected = _sums_by_sign(squares, same), _sums(squares, same)
+    assert found[:2] == expected[:2]
+    np.testing.assert_allclose(found[2:], expected[2:], rtol=1e-3)
 
 
 def test_a_policy_that_is_sampled_as_it_is_has_no_rounding_to_report():
