@@ -49,8 +49,9 @@ class Learner(NamedTuple):
       energies: (params, minibatch) -> f32[N, T], the squared norm of the gradient of each token's
         log-prob by the logits: 1 - 2 p + sum of p^2 over the vocabulary. 0 at other tokens.
       step: (state, minibatch) -> (state, metrics). If the objective weights the whole batch, a
-        forward pass computes the weights first. Returns the metrics of the objective,
-        `losses.mismatch` and `Update.step`.
+        forward pass computes the weights first; of their metrics those that a term of the loss
+        reports, too, begin with "batch/". Returns the metrics of the objective, `losses.mismatch`
+        and `Update.step`.
     """
 
     init: Callable[[Any], LearnerState]  # of Params or lora.Adapted
@@ -136,9 +137,17 @@ def make_learner(
         given: Any = {"precision": precision, "served": served, "denominators": denominators}
         total = functools.partial(_total, objective, model, **given)
         state, metrics = update.step(state, minibatch, total, denominator=denominators[0])
-        return state, before | metrics
+        return state, _beside(before, metrics)
 
     return Learner(update.init, score, shadow_scores, energies, step)
+
+
+def _beside(before: Metrics, metrics: Metrics) -> Metrics:
+    """Adds the metrics of weights of the whole batch to those of a step. A name that both have gets
+    "batch/" in front: the share that a rejection rejects is not the one among the tokens it left.
+    """
+    renamed = {f"batch/{name}" if name in metrics else name: one for name, one in before.items()}
+    return renamed | metrics
 
 
 def _total(

@@ -31,6 +31,7 @@ from jaxrl.losses import (
     with_terms,
     within,
 )
+from jaxrl.losses.presets import icepop, token_tis
 from jaxrl.models.model import decoder
 from tests import tiny
 
@@ -122,6 +123,16 @@ def test_metrics_do_not_depend_on_microbatches():
     assert a.keys() == b.keys()
     for name in a:
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_rejection_and_a_correction_of_one_name_both_report():
+    """IcePop leaves the batch, and the rest is truncated: two shares that are out of bounds."""
+    recipe = with_terms(grpo(ratio=over_anchor), correction=token_tis, rejection=icepop)
+    one = make_learner(decoder(tiny.CONFIG), recipe.objective, optimizer=optax.sgd(1.0))
+    state, batch = one.init(tiny.params()), minibatch(rows_per_microbatch=2)
+    _, metrics = jax.eval_shape(one.step, state, batch)
+    names = {f"correction/{name}" for name in ("mean", "missing", "outside")}
+    assert names | {f"batch/{name}" for name in names} <= metrics.keys()
 
 
 def test_step_compiles_once_for_all_rows():
