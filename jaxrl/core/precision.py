@@ -318,8 +318,12 @@ def parse(text: str) -> Precision:
 
 def check_products(precision: Precision | str, platform: str, *, devices: int = 1) -> None:
     """Checks that a platform, such as "cpu", "cuda" or "tpu", can compute a dtype policy's products
-    in a program over this number of devices; raises ValueError, with the remedy, if not."""
+    in a program over this number of devices, and that JAX, which has 64 bits only if it is told to,
+    has its dtypes; raises ValueError, with the remedy, if not."""
     precision = Precision.of(precision)
+    wide = [role for role in ROLES if getattr(precision, role) == np.float64]
+    if wide and jnp.result_type(float) != np.float64:
+        raise ValueError(f"precision: {wide[0]}=f64 needs JAX_ENABLE_X64=1; set it, or use f32")
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     if platform not in PRODUCTS[precision.products][1] | {"cpu"}:
         able = ", ".join(name for name, (_, there) in PRODUCTS.items() if platform in there)

@@ -241,6 +241,15 @@ def test_products_that_the_partitioner_drops_are_refused():
     check_products(parse("fp32"), "tpu", devices=4)
 
 
+def test_f64_without_64_bits_is_refused():
+    """JAX would compute in f32, and numbers of f64 in a program would be infinite there."""
+    precision = parse("fp32,logits=f64")
+    with pytest.raises(ValueError, match="logits=f64 needs JAX_ENABLE_X64=1"):
+        check_products(precision, "cpu")
+    with jax.enable_x64(True):
+        check_products(precision, "cpu")
+
+
 def test_experts_refuse_products_that_their_kernel_ignores():
     precision = parse("fp32,products=tf32")
     x, y = jnp.zeros((4, 6)), jnp.zeros((2, 3, 6))
