@@ -255,4 +255,6 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
             f"the advantage estimator {name} returned {len(found)} advantages for "
             f"{len(outcomes.rewards)} completions; return one for each"
         )
-    return found
+    # A list of numbers, or an array of JAX, is an array here: `per_episode` tells it from a list of
+    # arrays.
+    return found if any(np.ndim(one) for one in found) else np.asarray(found)

@@ -178,6 +178,10 @@ def test_estimators_are_called_by_what_they_take():
     case = outcomes()
     np.testing.assert_array_equal(estimate(lambda rewards, groups: groups, case), case.groups)
     np.testing.assert_array_equal(estimate(lambda given: given.lengths, case), [1, 3, 2, 2, 5])
+    # A list of numbers is as good as an array, also where an episode has several sequences.
+    branched = outcomes((0.0, 1.0, 0.0), (7, 7, 7), (2, 1, 1), episodes=np.array([0, 0, 1]))
+    found = estimate(lambda rewards, groups: rewards.tolist(), branched)
+    np.testing.assert_array_equal(found, [1, 1, 0])
     with pytest.raises(ValueError, match="needs 3 arguments"):
         estimate(lambda a, b, c: a, case)
     with pytest.raises(ValueError, match="returned 2 advantages for 5"):
