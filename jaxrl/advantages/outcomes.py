@@ -232,7 +232,7 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
 
     Raises:
       ValueError: if it takes another number of parameters, or does not return one advantage for
-        each completion.
+        each completion, or for each of its tokens.
     """
     if outcomes.episodes is not None:
         return per_episode(lambda whole: estimate(estimator, whole), outcomes)
@@ -255,6 +255,12 @@ def estimate(estimator: AdvantageEstimator, outcomes: Outcomes) -> Advantages:
             f"the advantage estimator {name} returned {len(found)} advantages for "
             f"{len(outcomes.rewards)} completions; return one for each"
         )
+    for i, (one, mask) in enumerate(zip(found, outcomes.action_masks, strict=True)):
+        if np.ndim(one) and len(one) != len(mask):
+            raise ValueError(
+                f"the advantage estimator {name} returned {len(one)} advantages for the "
+                f"{len(mask)} tokens of completion {i}; return one for each token, or one number"
+            )
     # A list of numbers, or an array of JAX, is an array here: `per_episode` tells it from a list of
     # arrays.
     return found if any(np.ndim(one) for one in found) else np.asarray(found)

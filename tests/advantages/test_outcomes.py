@@ -186,3 +186,5 @@ def test_estimators_are_called_by_what_they_take():
         estimate(lambda a, b, c: a, case)
     with pytest.raises(ValueError, match="returned 2 advantages for 5"):
         estimate(lambda rewards, groups: rewards[:2], case)
+    with pytest.raises(ValueError, match="returned 1 advantages for the 3 tokens of completion 1"):
+        estimate(lambda given: [np.ones(1)] * 5, case)  # not broadcast
