@@ -24,6 +24,8 @@ import small_run
 from experiments.runs import exit_on_sigterm, plain_parser
 from experiments.served import healthy, kill_server, servers
 
+PATIENCE = 600.0  # seconds for a step, and for the rest of a run after its last kill
+
 
 def main() -> int:
     parser = plain_parser(__doc__)
@@ -89,7 +91,7 @@ def disturb(
     they interrupted.
 
     Raises:
-      RuntimeError: if the run fails for another reason.
+      RuntimeError: if the run fails for another reason, or comes no further.
     """
     killed, log = Counter[str](), run_dir.with_suffix(".log")
     while True:
@@ -109,10 +111,15 @@ def disturb(
                 killed[_activity(run_dir, before=before)] += 1
                 process.send_signal(signal.SIGKILL)
                 break
-            if process.wait() == 0:
+            if process.wait(PATIENCE) == 0:
                 return killed
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"the run came no further within {PATIENCE:.0f} s; see {log}"
+            ) from error
         finally:
             process.kill()
+            process.wait()
         if process.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the run ended with status {process.returncode}; see {log}")
 
@@ -125,11 +132,18 @@ def _wait(
     chance: random.Random,
     longest: float,
 ) -> None:
-    """Waits: one time in four for any moment of a start, else for one after its first step."""
+    """Waits: one time in four for any moment of a start, else for one after its first step.
+
+    Raises:
+      subprocess.TimeoutExpired: if no step comes.
+    """
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, longest))
         return
+    until = time.monotonic() + PATIENCE
     while process.poll() is None and _saved(run_dir) == before:
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired(process.args, PATIENCE)
         time.sleep(0.002)
     time.sleep(chance.uniform(0, 0.5))
 

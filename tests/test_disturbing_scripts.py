@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,16 +39,29 @@ def test_losses_that_are_no_numbers_deviate(load):
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks at /proc")
 def test_processes_are_found_beside_one_whose_command_is_no_text(load):
     served = load("experiments.served")
-    waits = b"read\n"  # until its input is closed
+    waits, word = b"read\n", f"of {os.getpid()}"  # until its input is closed
     with (
         subprocess.Popen([b"bash", b"-c", waits, b"\xff"], stdin=subprocess.PIPE) as odd,
-        subprocess.Popen(["bash", "-c", "read\n", "a word"], stdin=subprocess.PIPE) as sought,
+        subprocess.Popen(["bash", "-c", waits, word], stdin=subprocess.PIPE) as sought,
     ):
         try:
-            assert served.processes("bash", "a word") == [sought.pid]
+            assert served.processes("bash", word) == [sought.pid]
         finally:
             odd.kill()
             sought.kill()
+
+
+def test_a_resume_that_hangs_is_an_error(load, monkeypatch, tmp_path):
+    loop = load("kill_loop")
+    monkeypatch.setattr(loop, "PATIENCE", 0.1)
+    command = ["bash", "-c", "echo $$; exec sleep 300"]
+    kept = {"chance": SimpleNamespace(random=lambda: 1.0), "longest": 1.0, "ports": []}
+    for kills in (1, 0):  # before a kill, and after the last one
+        with pytest.raises(RuntimeError, match=r"no further within 0 s; see .*run\.log"):
+            loop.disturb(command, tmp_path / "run", kills=kills, **kept)
+    for process in map(int, (tmp_path / "run.log").read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 def test_sigterm_ends_what_a_script_has_started(load):
