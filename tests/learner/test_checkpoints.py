@@ -310,7 +310,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_killed_save_leaves_complete_checkpoints(tmp_path):
+def test_killed_save_leaves_complete_checkpoints(tmp_path, request):
     kills = {}
     for name, seconds in {"a": 0.0, "b": 0.31}.items():
         process = subprocess.Popen(
@@ -318,6 +318,7 @@ def test_killed_save_leaves_complete_checkpoints(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
+        request.addfinalizer(process.kill)
         kills[name] = (process, seconds)
     for name, (process, seconds) in kills.items():
         for _ in range(3):
