@@ -54,10 +54,11 @@ def gae(
         )
     expected = values[chosen]
     surprises = rewards[chosen] + gamma * np.append(expected[1:], cut)[: len(expected)] - expected
-    found, following = np.zeros(len(surprises)), 0.0
-    for t in reversed(range(len(surprises))):
-        following = surprises[t] + gamma * lam * following
-        found[t] = following
+    backwards, following, decay = list[float](), 0.0, gamma * lam
+    for surprise in reversed(surprises.tolist()):  # numbers of numpy would take twice as long
+        following = surprise + decay * following
+        backwards.append(following)
+    found = np.array(backwards[::-1])
     advantages, returns = np.zeros(len(chosen), np.float32), np.zeros(len(chosen), np.float32)
     advantages[chosen], returns[chosen] = found, found + expected
     return advantages, returns
