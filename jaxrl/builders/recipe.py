@@ -1,7 +1,7 @@
 """Builds the recipe that a config names: its loss and its advantage estimator."""
 
 from jaxrl import losses
-from jaxrl.advantages import by_component, is_marked, within_group
+from jaxrl.advantages import by_component, is_marked, max_rl, within_group
 from jaxrl.config.training import Config
 from jaxrl.losses import Need, Recipe
 
@@ -11,8 +11,8 @@ def make_recipe(config: Config) -> Recipe:
 
     Raises:
       ValueError: as `losses.build`; also for groups of one where the advantage compares a group,
-        a KL penalty that the advantage ignores, keys of a critic for a recipe without one, and a
-        policy loss that reads a critic's values.
+        a KL penalty that the advantage ignores, penalties where it divides by the mean reward, keys
+        of a critic for a recipe without one, and a policy loss that reads a critic's values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -29,6 +29,13 @@ def make_recipe(config: Config) -> Recipe:
         raise ValueError(
             f"reward.kl = {config.reward.kl:g} would change nothing: the advantage reads the "
             "components of the reward, and the KL penalty is not one; use loss.kl"
+        )
+    paid = {"kl": config.reward.kl, "overlong_buffer": config.reward.overlong_buffer}
+    if recipe.advantages is max_rl and (used := [name for name, value in paid.items() if value]):
+        name = used[0]
+        raise ValueError(
+            f"reward.{name} = {paid[name]:g} can make rewards negative, and max_rl divides by "
+            "their mean; leave it out, or choose another loss.advantage"
         )
     given = {"path": config.critic.path, "pretrain_steps": config.critic.pretrain_steps}
     if recipe.critic is None and (unused := [name for name, value in given.items() if value]):

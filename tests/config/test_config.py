@@ -249,6 +249,11 @@ def test_unused_penalty_is_refused(loss):
     make_recipe(with_keys(loss__kl=0.1, **keys))
 
 
+def test_max_rl_refuses_penalties():
+    with pytest.raises(ValueError, match=r"reward\.overlong_buffer = 8 can make rewards negative"):
+        make_recipe(with_keys(loss__name="max_rl", reward__overlong_buffer=8))
+
+
 @pytest.mark.parametrize(("key", "value"), [("path", "c"), ("pretrain_steps", 3)])
 def test_keys_of_a_critic_need_one(key, value):
     with pytest.raises(ValueError, match=rf"critic\.{key} = .* loss\.name = 'grpo' has no critic"):
@@ -390,7 +395,6 @@ def test_betas_under_which_a_moment_in_bf16_cannot_fall_are_refused(beta):
     numbers = np.arange(128, 256, dtype=np.float32) / 128  # all of bf16 from 1 to 2
     falls = (numbers * np.float32(beta)).astype(jnp.bfloat16) < numbers
     chosen = OptimizerConfig(betas=(0.9, beta))
-    assert bool(list(chosen.conflicts(parse("bf16_master,moments=bf16"), steps=1))) == (
-        not falls.all()
-    )
+    found = list(chosen.conflicts(parse("bf16_master,moments=bf16"), steps=1))
+    assert bool(found) == (not falls.all())
     assert not list(chosen.conflicts(parse("bf16_master"), steps=1))
