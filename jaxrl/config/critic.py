@@ -20,7 +20,8 @@ class CriticConfig(Section):
     is replaced by one that outputs 0. Its tokenizer must be the policy's. model.path if absent."""
 
     learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of the critic, or of a value head; the schedule is the policy's."""
+    """Peak learning rate of the critic, or of a value head; the schedule is optimizer.schedule over
+    the whole run, pretrain_steps included."""
 
     pretrain_steps: NonNegativeInt = 0
     """Steps at the start of the run that train only the critic (VC-PPO) or the value head."""
