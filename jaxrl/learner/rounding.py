@@ -72,8 +72,10 @@ def _sums_by_sign(squares: jax.Array, same: jax.Array) -> _Sums:
     signed = jnp.where(same, squares, -squares).astype(jnp.bfloat16)
     signed = lax.optimization_barrier(signed).astype(jnp.float32)
     changed = masked_mean(jnp.signbit(signed), jnp.ones_like(same, bool))
-    unseen = jnp.sum(jnp.maximum(signed, 0))
-    return _Sums(changed.total, changed.weight, unseen, jnp.sum(jnp.abs(signed)))
+    size = jnp.abs(signed)
+    # Twice the positive terms: of a constant 0, XLA would read an array of zeros.
+    unseen = jnp.sum(size + signed) / 2
+    return _Sums(changed.total, changed.weight, unseen, jnp.sum(size))
 
 
 def reporting_publish(
