@@ -1,5 +1,6 @@
 """NVIDIA GPUs to compile for that need not exist."""
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,7 @@ def gpu_devices(kind: str, *, hosts: int, each: int) -> Sequence[Any]:
 
     device = _DEVICES[kind]
     _describe_to_cudnn(device.capability)
+    _describe_to_pallas(device.capability)
     described = topologies.get_topology_desc(
         platform="cuda", topology=f"1x{hosts}x{each}", target_config=_target(device)
     )
@@ -103,6 +105,20 @@ def _describe_to_cudnn(own: tuple[int, int]) -> None:
         return own >= (int(major), int(minor))
 
     fused.check_compute_capability = reaches
+
+
+def _describe_to_pallas(own: tuple[int, int]) -> None:
+    """Makes Pallas, which since jax 0.11 asks for a GPU's compute capability, take the described
+    GPU's for that of this machine's first device."""
+    name = "jax._src.pallas.triton.gpu_info"
+    if importlib.util.find_spec(name) is None:
+        return
+    gpu_info = importlib.import_module(name)
+    major, minor = own
+    info = gpu_info.GpuInfo(
+        gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor
+    )
+    gpu_info.registry[jax.devices()[0].device_kind] = lambda: info
 
 
 def _target(device: _Device) -> str:
