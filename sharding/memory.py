@@ -11,8 +11,9 @@ from jaxrl.sharding.hlo import Computation, Instruction, Program
 _UNKNOWN = 2**63 - 1  # cycles, of an instruction without an estimate
 # Inside a fusion, a slice of one of these reads the same slice of its operand.
 _VIEWS = ("bitcast", "bitcast-convert", "copy", "get-tuple-element", "reshape", "transpose")
-# Bytes that a Pallas kernel for GPUs reads, if its metadata says so: of a part of its operands.
-_STATED = re.compile(r'serialized_metadata = "\{\\22bytes\\22: \\22(\d+)')
+# Metadata of a Pallas kernel for GPUs may state the bytes that it reads, if it reads only a part of
+# its operands, and its products.
+_STATED = re.compile(r'serialized_metadata = "\{\\22(bytes|flops)\\22: \\22(\d+)')
 _CONTROL = ("while", "conditional", "call", "call-start")  # the last on a TPU's SparseCore
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
 
@@ -25,7 +26,7 @@ class Work(NamedTuple):
     times: int  # executions
     read: float  # bytes of device memory
     written: float
-    flops: float  # of its matrix products; those of kernels that XLA does not see are missing
+    flops: float  # of its matrix products; those of a kernel only if its metadata states them
     cycles: float  # as the compiler estimates them; 0 if it does not
     shapes: tuple[tuple[int, ...], ...]  # of the arrays that it gets
 
@@ -78,8 +79,8 @@ def program_work(text: str, *, trips: Sequence[int]) -> Iterator[Work]:
 
 def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTraffic:
     operands = [inside[name] for name in one.operands if name in inside]
-    if one.kind == "custom-call" and (stated := _STATED.search(one.line)):
-        return MemoryTraffic(float(stated[1]), one.size)
+    if (stated := _stated(one, "bytes")) is not None:
+        return MemoryTraffic(stated, one.size)
     if one.kind == "fusion":
         fused = program.inner(one)
         read = 0.0
@@ -106,6 +107,11 @@ def _moved(one: Instruction, inside: Computation, program: Program) -> MemoryTra
         changed = min(inside[update].numbers, one.size)
         return MemoryTraffic(inside[update].size, changed)
     return MemoryTraffic(sum(operand.size for operand in operands), one.size)
+
+
+def _stated(one: Instruction, name: str) -> float | None:
+    found = _STATED.search(one.line) if one.kind == "custom-call" else None
+    return float(found[2]) if found and found[1] == name else None
 
 
 def _update(one: Instruction) -> str | None:
@@ -162,6 +168,8 @@ def _flops(one: Instruction, inside: Computation, program: Program) -> float:
     if one.kind == "fusion":
         fused = program.inner(one)
         return sum(_flops(inner, fused, program) for inner in fused.values())
+    if (stated := _stated(one, "flops")) is not None:
+        return stated
     if one.kind not in ("dot", "convolution") or any(x not in inside for x in one.operands[:2]):
         return 0.0
     left, right = (hlo.arrays(inside[x].shape)[0].dimensions for x in one.operands[:2])

@@ -9,6 +9,7 @@ padding.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -19,11 +20,12 @@ from jax import lax
 
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
+from jaxrl.models import head_kernel
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
 from jaxrl.models.head_chunks import DEFAULT_CHUNK, Chunk, chunk_sizes, vocab_chunks
 from jaxrl.models.products import matmul, product, rounded_sum, summed_in, transposed_product
 from jaxrl.models.row_parts import Rows
-from jaxrl.models.slots import Allowed, chunk_of, make_slots, predicted, put, take
+from jaxrl.models.slots import Allowed, SlotChunk, chunk_of, make_slots, predicted, put, take
 
 _GROUPED = ("batch", "chunk", "vocab", "embed")  # of the head's gradient, if rows have parts
 
@@ -157,6 +159,16 @@ class _Plan:
     def chunk_size(self) -> int:
         return -(-self.vocab_size // self.vocab_chunks)
 
+    def kernel(self, function: Callable[..., Any], chunk: SlotChunk, weights: jax.Array) -> Any:
+        """Returns the argument `cuda` of `lax.platform_dependent` for a function of `head_kernel`,
+        if that is for this chunk of positions."""
+        here = self.rows.platform == "gpu" and self.rows.apart and self.vocab_chunks == 1
+        whole = here and self.cap is None and chunk.allowed is None
+        if not (whole and head_kernel.supports(chunk.hidden, weights[0], self.precision)):
+            return {}
+        own = functools.partial(function, settings=head_kernel.Settings(self.precision))
+        return {"cuda": self.rows.by_device(own, divided=head_kernel.BY_ROWS[function])}
+
 
 def _plan(
     shape: tuple[int, ...],
@@ -223,7 +235,8 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
     sizes = plan.sizes
 
     def per_chunk(i, filled):
-        h, target, allowed = chunk_of(hidden, slots, i, **sizes)
+        chunk = h, target, allowed = chunk_of(hidden, slots, i, **sizes)
+        kernel = plan.kernel(head_kernel.reduced, chunk, weights)
 
         def per_vocab_chunk(j, stats):
             top, total, moment, chosen = stats
@@ -242,9 +255,14 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
             chosen = jnp.where(target % plan.vocab_chunks == j, here, chosen)
             return new_top, total, moment, chosen
 
-        zeros = jnp.zeros(h.shape[0], plan.stats)
-        start = (zeros + plan.lowest, zeros, zeros, zeros)
-        top, total, moment, chosen = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
+        def by_products(*_):
+            zeros = jnp.zeros(h.shape[0], plan.stats)
+            start = (zeros + plan.lowest, zeros, zeros, zeros)
+            return lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
+
+        given = (h, weights[0], target, temperature)
+        found = lax.platform_dependent(*given, **kernel, default=by_products)
+        top, total, moment, chosen = found
         log_total = jnp.log(total)
         # In this order rounding cannot push a log-prob above 0.
         values = (chosen - top - log_total, top + log_total, log_total - moment / total)
@@ -292,14 +310,17 @@ def _scores_backward(plan, residuals, cotangents):
 
     def per_chunk(i, gradients):
         d_hidden, d_weights = gradients
-        h, target, allowed = chunk_of(hidden, slots, i, **sizes)
-        log_total, ent, g_logprob, g_entropy = (
-            take(x, i, size=plan.positions).reshape(-1, 1)
-            for x in (normaliser, entropy, by_logprob, by_entropy)
+        chunk = h, target, allowed = chunk_of(hidden, slots, i, **sizes)
+        kernel = plan.kernel(head_kernel.gradient, chunk, weights)
+        slopes = head_kernel.Slopes(
+            *(
+                take(x, i, size=plan.positions).reshape(-1)
+                for x in (normaliser, entropy, by_logprob, by_entropy)
+            )
         )
 
-        def per_vocab_chunk(j, gradients):
-            d_h, d_weights = gradients
+        def by_products(j):
+            log_total, ent, g_logprob, g_entropy = (x[:, None] for x in slopes)
             z = _logits(plan, h, weights, j, temperature, allowed)
             logp = z - log_total
             per_p = g_logprob + g_entropy * (logp + ent) if plan.entropy else g_logprob
@@ -307,7 +328,12 @@ def _scores_backward(plan, residuals, cotangents):
             d_z = jnp.where(chosen, g_logprob, 0) - jnp.exp(logp) * per_p
             if plan.cap is not None:
                 d_z = d_z * soft_cap_slope(z * temperature, plan.cap)
-            d_z = d_z.astype(plan.precision.compute)
+            return d_z.astype(plan.precision.compute)
+
+        def per_vocab_chunk(j, gradients):
+            d_h, d_weights = gradients
+            given = (h, weights[0], target, temperature, slopes)
+            d_z = lax.platform_dependent(*given, **kernel, default=lambda *_: by_products(j))
             d_h = d_h + product(d_z, weights[j], contract=(1, 0), precision=plan.precision)
             if parts == 1:
                 d_w = transposed_product(d_z, h, precision=plan.precision)

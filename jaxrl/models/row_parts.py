@@ -5,10 +5,12 @@ own there: no device computes another one's positions.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl.sharding.partition import Layout
 
@@ -32,6 +34,11 @@ class Rows:
         return next(iter(devices)).platform
 
     @property
+    def apart(self) -> bool:
+        """True if each device has rows, or parts of rows, of its own."""
+        return self.layout is None or self.parts == self.layout.mesh.size
+
+    @property
     def per_row(self) -> int:
         """Number of parts that a row is cut into."""
         return 1 if self.layout is None else self.layout.count("length")
@@ -44,6 +51,19 @@ class Rows:
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Constrains an array whose "batch" are parts, as `Layout.constrain`."""
         return x if self.layout is None else _by_parts(self.layout).constrain(x, axes)
+
+    def by_device(
+        self, function: Callable[..., Any], *, divided: Sequence[bool]
+    ) -> Callable[..., Any]:
+        """Wraps a function of arrays to run on each device's own rows, if rows are `apart`: the
+        first dimension of results, and of arguments that are `divided`."""
+        if self.layout is None or self.layout.mesh.size == 1:
+            return function
+        own, whole = _by_parts(self.layout).batch(("batch",)).spec, PartitionSpec()
+        specs = tuple(own if one else whole for one in divided)
+        return jax.shard_map(
+            function, mesh=self.layout.mesh, in_specs=specs, out_specs=own, check_vma=False
+        )
 
     def divide(self, x: jax.Array) -> jax.Array:
         """Makes rows of the parts: [B, T, ...] -> [B * n, T / n, ...]. Nothing is sent."""

@@ -162,3 +162,8 @@ ENTRY %main (q: bf16[4,128], cache: u16[36,4096,128]) -> f32[4,128] {
 def test_kernel_reads_what_its_metadata_states():
     assert memory_traffic(KERNEL, trips=()) == MemoryTraffic(1048576, 4 * 128 * 4)
     assert memory_traffic(KERNEL.replace("bytes", "other"), trips=()).read > 36 * 4096 * 128 * 2
+
+
+def test_kernel_has_the_products_that_its_metadata_states():
+    (one,) = program_work(KERNEL.replace("bytes", "flops"), trips=())
+    assert (one.flops, one.read) == (1048576, 4 * 128 * 2 + 36 * 4096 * 128 * 2)
