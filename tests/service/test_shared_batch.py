@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.core import Precision, cast
 from jaxrl.huggingface import Checkpoint
-from jaxrl.models import decoder, init, lora
+from jaxrl.models import abstract, decoder, lora
 from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
 from jaxrl.sampling.embedded import sampler as sampler_module
 from jaxrl.service.pool import ALPHA, Base
@@ -41,7 +41,7 @@ class Tenants:
             def noise(x, rng=rng):
                 return 0.3 * rng.standard_normal(x.shape).astype(x.dtype)
 
-            adapters = jax.tree.map(noise, init(specs, jax.random.key(0), dtype=self.policy.wire))
+            adapters = jax.tree.map(noise, abstract(specs, dtype=self.policy.wire))
             self.weights[name] = lora.Adapted(adapters, self.base, ALPHA)
             self.samplers.keep(name, self.weights[name])
 
@@ -107,14 +107,17 @@ def test_a_request_is_answered_as_by_a_sampler_of_its_own(monkeypatch, tokenizer
     assert ends == {"stop", "length"}
 
 
-@pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3_5], ids=["dense", "linear"])
-def test_with_fixed_sums_the_batch_changes_no_bit(config, tokenizer, optimized):
-    tenants = Tenants(config, tokenizer=tokenizer, precision="fp32,sums=fixed")
-    for one, found in zip(REQUESTS, tenants.together(REQUESTS), strict=True):
+def assert_alone_as_together(tenants: Tenants, requests: Sequence[Request]) -> None:
+    for one, found in zip(requests, tenants.together(requests), strict=True):
         (alone,) = tenants.together([one])
         for mine, expected in zip(found.samples, alone.samples, strict=True):
             np.testing.assert_array_equal(mine.tokens, expected.tokens)
             np.testing.assert_array_equal(mine.logprobs, expected.logprobs)
+
+
+def test_with_fixed_sums_the_batch_changes_no_bit(tokenizer):
+    tenants = Tenants(tokenizer=tokenizer, precision="fp32,sums=fixed")
+    assert_alone_as_together(tenants, REQUESTS)
 
 
 def test_the_base_is_never_copied(tokenizer):
@@ -140,3 +143,9 @@ def test_adapters_that_change_in_place_are_joined_anew():
     layers = several[0]["layers"]
     several[0]["layers"] = {name: 3 * x for name, x in layers.items()}
     assert not np.allclose(second, logprobs())
+
+
+def test_with_fixed_sums_states_of_linear_layers_change_no_bit(tokenizer, optimized):
+    """LLVM's optimisations do not either. The settings of a request meet no state."""
+    tenants = Tenants(tiny.QWEN3_5, tokenizer=tokenizer, precision="fp32,sums=fixed")
+    assert_alone_as_together(tenants, [REQUESTS[i] for i in (0, 2, 5, 6)])
