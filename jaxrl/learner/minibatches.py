@@ -22,7 +22,8 @@ def minibatch(
     """Estimates advantages and packs rollouts into rows.
 
     The minibatch has room for one rollout per row, so the learner's step compiles once per number
-    of rollouts. A rollout with branches is several sequences, which share its advantage.
+    of rollouts. A rollout with branches is several sequences, which share its advantage. The
+    rewards of an episode's turns are parts of its reward.
 
     Args:
       rollouts: N rollouts with their rewards.
@@ -39,11 +40,18 @@ def minibatch(
     rollouts = [one for found in whole for one in found]
     if row_length is None:
         row_length = length_bucket(max(r.length for r in rollouts), step=16)
+    turns = None
+    if any(r.episode is not None for r in rollouts):
+        single = [((0, len(r.completion), 0.0),) for r in rollouts]
+        turns = [
+            r.episode.turns if r.episode else one for r, one in zip(rollouts, single, strict=True)
+        ]
     outcomes = Outcomes(
         # The reward of an episode of several sequences counts once.
         rewards=np.where(np.diff(episodes, append=-1) != 0, [r.reward for r in rollouts], 0.0),
         groups=np.array([r.group for r in rollouts]),
         action_masks=[r.action_mask for r in rollouts],
+        turns=turns,
         episodes=episodes if len(rollouts) > len(whole) else None,
     )
     if rows_per_microbatch is None:

@@ -136,6 +136,20 @@ def test_a_minibatch_holds_all_sequences_of_its_rollouts():
     assert sorted(found) == sorted(np.repeat(whole, turns))
 
 
+def test_a_minibatch_knows_the_turns_of_its_rollouts():
+    """A token gets the rewards from its turn on: of 1, 2 and 3, and of 0, 2 and 3."""
+    one, other = (episode(*TREES["one"], seed=seed)[0] for seed in (0, 1))
+    assert other.episode is not None
+    (begin, end, _), *later = other.episode.turns
+    turns = ((begin, end, 0.0), *later)
+    other = other._replace(episode=other.episode._replace(turns=turns), reward=5.0)
+    batch = minibatch([one._replace(reward=6.0), other], reinforce_pp).batch
+    found = np.asarray(batch.advantages)[np.asarray(batch.action_mask)]
+    returns = np.repeat([6.0, 5.0, 3.0, 5.0, 5.0, 3.0], 3)
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_no_reward_of_a_turn_is_lost(name):
     """A turn that another sequence trains is no action of the last one, which has all rewards."""
