@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models import gated_unit
 from jaxrl.models.experts import Routing, mixture
 from jaxrl.models.heads import Settings, arrange
+from jaxrl.models.heads_on_gpu import turn
 from jaxrl.models.latent import project_latent, values_of_heads
-from jaxrl.models.layers import Layer, LayerContext, add_bias, project
+from jaxrl.models.layers import OWN, Layer, LayerContext, add_bias, project
 from jaxrl.models.linear_attention import linear_attention
 from jaxrl.models.rope import RopeTable, apply_rope
+from jaxrl.models.stream_norm import Copies, add_and_norm
 
 # (q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, vd]) -> attention's output [B, T, H, vd], and
 # anything that the caller wants to keep, such as a cache. Linear layers take a
@@ -52,7 +55,8 @@ def block(
         normed = context.layer_norm(x, layer, "attn_norm")
         more, kept = linear_attention(normed, layer, attend, context=context)
     else:
-        q, k, v, gate = project_qkv(x, layer, table, context=context)
+        x, normed = add_and_norm(x, None, layer, "attn_norm", copies=3, context=context)
+        q, k, v, gate = project_qkv(normed, layer, table, context=context)
         out, kept = attend(q, k, v)
         if context.absorbed:
             out = values_of_heads(out, layer, context=context)
@@ -61,15 +65,16 @@ def block(
             flat = _opened(flat, gate, context=context)
         more = project(flat, layer, "o", context=context)
         more = add_bias(more, layer, "o", precision=precision)
-    x = precision.rounded(x + context.layer_norm(more, layer, "attn_out_norm"), "stream")
-    x = constrain(x, stream)
-    normed, routing = context.layer_norm(x, layer, "mlp_norm"), None
+    more, routing = context.layer_norm(more, layer, "attn_out_norm"), None
+    copies = 1 if "router" in layer else 2
+    x, normed = add_and_norm(x, more, layer, "mlp_norm", copies=copies, context=context)
     if "router" not in layer:
         more = gated(normed, layer, context=context)
     else:
+        normed = normed[0]
         more, routing = mixture(normed, layer, context=context, recorded=recorded)
         if "shared_gate" in layer:
-            shared = gated(normed, layer, context=context, prefix="shared_")
+            shared = gated((normed, normed), layer, context=context, prefix="shared_")
             if "shared_score" in layer:
                 score = project(normed, layer, "shared_score", context=context)
                 shared = _opened(shared, score, context=context)
@@ -86,14 +91,13 @@ def _opened(x: jax.Array, gate: jax.Array, *, context: LayerContext) -> jax.Arra
 
 
 def project_qkv(
-    x: jax.Array, layer: Layer, table: RopeTable, *, context: LayerContext
+    normed: Copies, layer: Layer, table: RopeTable, *, context: LayerContext
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes queries [B, T, H, hd], keys and values [B, T, K, hd] of a residual stream [B, T, D]:
-    norm, projections, biases, norms of queries and keys, rope. The fourth result is the gate
-    [B, T, H * hd] of attention's output, None in families without one. All are in
+    """Computes queries [B, T, H, hd], keys and values [B, T, K, hd] of three copies of a normed
+    stream [B, T, D]: projections, biases, norms of queries and keys, rope. The fourth result is the
+    gate [B, T, H * hd] of attention's output, None in families without one. All are in
     `precision.activations`."""
-    config, precision = context.config, context.precision
-    x = context.layer_norm(x, layer, "attn_norm")
+    config, precision, x = context.config, context.precision, normed[0]
     if config.latent is not None:
         return (*project_latent(x, layer, table, context=context), None)
 
@@ -104,6 +108,9 @@ def project_qkv(
         if config.qk_norm == "projection":
             y = context.layer_norm(y, layer, f"{name}_norm")
         if context.by_heads:
+            y = _arranged(y, layer, table, name, axis, context=context)
+            return precision.rounded(y, "softmax" if name == "q" else "cache")
+        if context.on_gpu and name != "v":
             y = _arranged(y, layer, table, name, axis, context=context)
             return precision.rounded(y, "softmax" if name == "q" else "cache")
         y = y.reshape(*x.shape[:2], -1, config.head_dim)
@@ -120,7 +127,8 @@ def project_qkv(
         joint = project(x, layer, "qkv", context=context)
         q, k, v = jnp.split(joint, (queries, queries + keys), axis=-1)
     else:
-        q, k, v = (project(x, layer, name, context=context) for name in "qkv")
+        projected = zip(normed, "qkv", strict=True)
+        q, k, v = (project(x, layer, name, context=context) for x, name in projected)
     gate = None
     if config.output_gate:  # beside the queries of each head
         both = q.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
@@ -145,25 +153,33 @@ def _arranged(y, layer, table, name, axis, *, context):
     def on_device(*given: jax.Array) -> jax.Array:
         own = dict(zip(arrays, given, strict=True))
         rotation = RopeTable(own["cos"], own["sin"]) if "cos" in own else None
-        return arrange(own["y"], rotation, own.get("weight"), settings)
+        if context.on_gpu and rotation is not None:
+            return turn(own["y"], rotation, own.get("weight"), settings)
+        return arrange(own["y"], rotation, own.get("weight"), settings).swapaxes(1, 2)
 
-    output = ("batch", axis, "length", "head_dim")
+    output = (*tokens, axis, "head_dim")
     run = context.local(on_device, inputs=tuple(axes.values()), output=output)
-    return run(*arrays.values()).swapaxes(1, 2)
+    return run(*arrays.values())
 
 
-def gated(x: jax.Array, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:
-    """Computes the dense feed-forward network (arXiv:2002.05202) of a normed stream: [B, T, D] ->
-    [B, T, D], to be added to the stream. Its parameters' names begin with `prefix`."""
+def gated(normed: Copies, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:
+    """Computes the dense feed-forward network (arXiv:2002.05202) of two copies of a normed stream:
+    [B, T, D] -> [B, T, D], to be added to the stream. Its parameters' names begin with `prefix`."""
     config, precision = context.config, context.precision
     if config.fused:
-        gate, up = jnp.split(project(x, layer, "gate_up", context=context), 2, axis=-1)
+        gate, up = jnp.split(project(normed[0], layer, "gate_up", context=context), 2, axis=-1)
     else:
         names = (f"{prefix}gate", f"{prefix}up")
-        gate, up = (project(x, layer, name, context=context) for name in names)
-    gate, up = gate.astype(precision.accumulate), up.astype(precision.accumulate)
-    gelu = config.activation == "gelu_tanh"
-    gate = jax.nn.gelu(gate, approximate=True) if gelu else jax.nn.silu(gate)
-    hidden = precision.rounded(gate * up, "products")
-    hidden = context.constrain(hidden, ("batch", "length", "mlp"))
-    return project(hidden, layer, f"{prefix}down", context=context)
+        projected = zip(normed, names, strict=True)
+        gate, up = (project(x, layer, name, context=context) for x, name in projected)
+    own = {name: x for name, x in layer.items() if name.startswith(f"{prefix}down") or name == OWN}
+
+    def down(hidden: jax.Array, own: Layer) -> jax.Array:
+        hidden = context.constrain(hidden, ("batch", "length", "mlp"))
+        return project(hidden, own, f"{prefix}down", context=context)
+
+    settings = gated_unit.Settings(config.activation, precision)
+    if context.on_gpu:
+        then = gated_unit.Then(down, context.local)
+        return gated_unit.multiplied(gate, up, own, then, settings)
+    return down(gated_unit.plain(gate, up, settings), own)

@@ -43,7 +43,7 @@ def arrange(
     length, size = y.shape[1], settings.size
     whole = table is None or 2 * table.cos.shape[-1] == size
     if size % _LANES or length % _LANES or not whole or y.dtype != jnp.bfloat16:
-        return _plain(y, table, weight, settings)
+        return plain(y, table, weight, settings).swapaxes(1, 2)
     rotation = None
     if table is not None:
         cos, sin = table.cos[:, :, 0], table.sin[:, :, 0]
@@ -52,14 +52,17 @@ def arrange(
     return _arrange(y, rotation, row, settings)
 
 
-def _plain(y, table, weight, settings):
+def plain(
+    y: jax.Array, table: RopeTable | None, weight: jax.Array | None, settings: Settings
+) -> jax.Array:
+    """Computes `arrange` by XLA, but in the order of projections: [B, T, H, hd]."""
     precision = settings.precision
     y = y.reshape(*y.shape[:2], -1, settings.size)
     if weight is not None:
         y = rms_norm(y, weight, eps=settings.eps, precision=precision)
     if table is not None:
         y = apply_rope(y, table, precision=precision)
-    return y.swapaxes(1, 2)
+    return y
 
 
 def _forward_kernel(*refs, names, heads, settings):

@@ -124,6 +124,7 @@ class LayerContext(NamedTuple):
     constrain: Constrain = identity  # constrains the sharding of activations
     local: Local = undivided  # runs experts and kernels on the devices that hold their parts
     by_heads: bool = False  # queries, keys and values are made by `heads.arrange`
+    on_gpu: bool = False  # forms that XLA for GPUs passes over memory for once
     # By matrix of the layer: the sum over devices of its gradient, where XLA's is slower.
     gradients: Mapping[str, GradientSum] = MappingProxyType({})
 

@@ -201,8 +201,9 @@ class _Decoder(NamedTuple):
         seen = segments if seen_until is None else Tree(seen_until, positions)
         context = LayerContext(config, precision)
         if layout is not None:
-            by_heads = layout.mesh.devices.flat[0].platform == "tpu"
-            context = LayerContext(config, precision, layout.constrain, layout.local, by_heads)
+            platform = layout.mesh.devices.flat[0].platform
+            kernels = {"by_heads": platform == "tpu", "on_gpu": platform == "gpu"}
+            context = LayerContext(config, precision, layout.constrain, layout.local, **kernels)
         tables = context.rope_tables(positions)
         gathers = layout is not None and layout.mesh.size > 1
         # A loop over layers has XLA for GPUs copy weights and results, a seventh of a step's time.

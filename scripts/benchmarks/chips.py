@@ -94,7 +94,7 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) ->
         return "optimizer"  # and the metrics of the update, which XLA computes in the same pass
     if head:
         return "loss besides products"
-    if of_heads.search(one.shape):
+    if of_heads.search(one.shape) or "heads_on_gpu" in source:
         return "norm, rope and order of heads"
     if one.name.startswith(("copy", "transpose")):
         return "copies"

@@ -1,4 +1,4 @@
-"""The TPU's kernels for norm, rope and order of heads equal the plain form, gradients too."""
+"""The kernels for norm, rope and order of heads equal the plain form, gradients too."""
 
 import functools
 
@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import parse
+from jaxrl.models import heads
 from jaxrl.models.heads import Settings, arrange
+from jaxrl.models.heads_on_gpu import by_kernel
 from jaxrl.models.rope import Rope, rope_table
 
 BATCH, LENGTH, HEADS, SIZE = 2, 256, 3, 128
 
 
-def results(*, normed, turned, interpret, precision="bf16_master", share=1.0):
+def results(*, normed, turned, interpret, precision="bf16_master", share=1.0, made_by=arrange):
     precision, rng = parse(precision), np.random.default_rng(0)
     dtype = precision.activations
     y = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS * SIZE)), dtype)
@@ -28,7 +30,7 @@ def results(*, normed, turned, interpret, precision="bf16_master", share=1.0):
     @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def both(y, weight):
         def made(y, weight):
-            return arrange(y, table if turned else None, weight, settings)
+            return made_by(y, table if turned else None, weight, settings)
 
         out, backward = jax.vjp(made, y, weight)
         return out, backward(dout)
@@ -51,13 +53,28 @@ def plain(monkeypatch, **form):
     ],
 )
 def test_kernels_equal_the_plain_form(form, monkeypatch):
-    out, (dy, dweight) = results(interpret=True, **form)
-    expected, (dy_expected, dweight_expected) = plain(monkeypatch, **form)
+    found = results(interpret=True, **form)
+    agree(found, plain(monkeypatch, **form), normed=form["normed"])
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_kernels_of_gpus_equal_the_plain_form(normed):
+    def in_order(made_by):
+        return lambda *given: made_by(*given).swapaxes(1, 2)
+
+    form = {"normed": normed, "turned": True}
+    found = results(interpret=True, made_by=in_order(by_kernel), **form)
+    expected = results(interpret=False, made_by=in_order(heads.plain), **form)
+    agree(found, expected, normed=normed)
+
+
+def agree(found, expected, *, normed):
+    (out, (dy, dweight)), (out_expected, (dy_expected, dweight_expected)) = found, expected
     # Both round at the same places, after sums that differ in their order.
-    for found, wanted in ((out, expected), (dy, dy_expected)):
+    for found, wanted in ((out, out_expected), (dy, dy_expected)):
         assert np.mean(found != wanted) < 0.01
         np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=2**-7)
-    if form["normed"]:
+    if normed:
         np.testing.assert_allclose(dweight, dweight_expected, rtol=1e-4, atol=1e-3)
 
 

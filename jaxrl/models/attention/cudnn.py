@@ -111,9 +111,9 @@ def packed(
     runs = Runs(most_sequences(length) + 1, length) if runs is None else runs
     lengths, starts, fits = find_runs(segments, runs)
     # A compiled program cannot raise an error. NaN cannot be mistaken for a result. The pass that
-    # makes the queries writes it; the result would be read and written once more.
-    q = jnp.where(fits[:, None, None, None], q, jnp.nan)
+    # makes or repeats the keys adds it; the result would be read and written once more.
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    k += jnp.where(fits, 0, jnp.nan)[:, None, None, None].astype(k.dtype)
     starts = _places(starts, length=length, runs=runs, token=k.shape[2] * k.shape[3])
     starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
     lengths = _in_rows(lengths, length // runs.longest)
