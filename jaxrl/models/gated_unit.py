@@ -16,6 +16,7 @@ from jax import lax
 from jaxrl.core.precision import Precision
 
 _BLOCK = 2048  # numbers of one program
+_NUMBERS = 2**31  # of one array: Triton counts them in 32 bits
 
 
 class Settings(NamedTuple):
@@ -71,7 +72,8 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `plain`, and its gradients to gate and up for the cotangent `d`."""
     kernel = {"cuda": functools.partial(_by_kernel, settings=settings)}
-    if gate.size % _BLOCK or {x.dtype for x in (gate, up, d)} != {jnp.dtype(jnp.bfloat16)}:
+    others = {x.dtype for x in (gate, up, d)} - {jnp.dtype(jnp.bfloat16)}
+    if others or gate.size % _BLOCK or gate.size >= _NUMBERS:
         kernel = {}
     default = functools.partial(_by_xla, settings=settings)
     return lax.platform_dependent(gate, up, d, **kernel, default=default)

@@ -17,6 +17,7 @@ from jaxrl.core.precision import Precision
 
 _BLOCK = 128  # rows and columns of a block of logits
 _TERMS = 64  # terms of a sum that are read at a time
+_NUMBERS = 2**31  # of one array: Triton counts them in 32 bits
 
 
 class Settings(NamedTuple):
@@ -37,10 +38,11 @@ class Slopes(NamedTuple):
 
 def supports(h: jax.Array, weights: jax.Array, precision: Precision) -> bool:
     """Tells if the kernels are for hidden states [N, D] and weights [V, D]: operands of 16 bits,
-    logits in f32, sums in any order, and a vocabulary that has no incomplete block."""
+    logits in f32, sums in any order, a vocabulary that has no incomplete block."""
     wide = precision.logits == precision.accumulate == jnp.float32
     narrow = precision.compute.itemsize == 2 and precision.sums == "any"
-    return wide and narrow and not (len(weights) % _BLOCK or h.shape[1] % _TERMS)
+    small = max(weights.size, h.shape[0] * weights.shape[0]) < _NUMBERS
+    return wide and narrow and small and not (len(weights) % _BLOCK or h.shape[1] % _TERMS)
 
 
 def reduced(

@@ -16,6 +16,7 @@ from jaxrl.models.heads import Settings, plain
 from jaxrl.models.rope import RopeTable
 
 _TOKENS = 32  # of one program, which has one head of them
+_NUMBERS = 2**31  # of one array: Triton counts them in 32 bits
 
 
 def turn(y: jax.Array, table: RopeTable, weight: jax.Array | None, settings: Settings) -> jax.Array:
@@ -30,7 +31,7 @@ def turn(y: jax.Array, table: RopeTable, weight: jax.Array | None, settings: Set
     """
     size, tokens = settings.size, y.shape[0] * y.shape[1]
     whole = 2 * table.cos.shape[-1] == size and size & (size - 1) == 0 and size >= 32
-    if tokens % _TOKENS or not whole or y.dtype != jnp.bfloat16:
+    if tokens % _TOKENS or not whole or y.dtype != jnp.bfloat16 or y.size >= _NUMBERS:
         return plain(y, table, weight, settings)
     return lax.platform_dependent(
         y,

@@ -18,6 +18,7 @@ from jaxrl.models.layers import Layer, LayerContext, rms_norm
 
 _AT_ONCE = 4096  # numbers
 _ROWS = 16  # of one program of the backward kernel
+_NUMBERS = 2**31  # of one array: Triton counts them in 32 bits
 
 _STREAM = ("batch", "length", "embed")
 
@@ -75,7 +76,8 @@ def add_and_norm(
 def _on_device(weight, *given, settings):
     x = given[0]
     kernel = {"cuda": functools.partial(by_kernel, settings=settings)}
-    if x.dtype != jnp.bfloat16 or x.size // x.shape[-1] % _ROWS or x.shape[-1] > _AT_ONCE * 2:
+    large = x.size >= _NUMBERS or x.shape[-1] > _AT_ONCE * 2
+    if large or x.dtype != jnp.bfloat16 or x.size // x.shape[-1] % _ROWS:
         kernel = {}
     default = functools.partial(plain, settings=settings)
     return lax.platform_dependent(weight, *given, **kernel, default=default)

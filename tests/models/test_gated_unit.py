@@ -10,19 +10,20 @@ from jax import lax
 
 from jaxrl.core.precision import parse
 from jaxrl.models.gated_unit import Settings, Then, multiplied, plain
+from jaxrl.models.integers import int8_matmul
 from jaxrl.models.layers import undivided
 from jaxrl.models.products import matmul
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gradients_equal_those_of_the_plain_form(activation, monkeypatch):
+@pytest.mark.parametrize(("activation", "by"), [("silu", matmul), ("gelu_tanh", int8_matmul)])
+def test_gradients_equal_those_of_the_plain_form(activation, by, monkeypatch):
     rng, precision = np.random.default_rng(0), parse("bf16_master")
     gate, up, weight, dy = (
         jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
         for shape in ((2, 32, 64), (2, 32, 64), (24, 64), (2, 32, 24))
     )
     settings = Settings(activation, precision, interpret=True)
-    product = functools.partial(matmul, precision=precision)
+    product = functools.partial(by, precision=precision)
     in_one_pass = functools.partial(multiplied, then=Then(product, undivided), settings=settings)
 
     def of_xla(gate, up, weight):
