@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from jaxrl.config.bucket import check_run_dir
+from jaxrl.config.docstrings import attribute_docstrings
 from jaxrl.core import Precision
 
 # TOML arrays arrive as lists, which strict mode would refuse for a tuple.
@@ -118,13 +119,16 @@ class Section(BaseModel):
     """A frozen table of keys. Unknown keys, wrong types, NaN and empty texts are errors."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describes each key by the docstring below it."""
+        texts = attribute_docstrings(cls.__module__).get(cls.__qualname__, {})
+        for name in texts.keys() & cls.model_fields.keys():
+            field = cls.model_fields[name]
+            field.description = field.description or texts[name]
 
     @field_validator("*", mode="before")
     @classmethod
