@@ -1,6 +1,7 @@
 """Losses of pairs that compare with the whole batch: neither microbatches nor devices matter."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import optax
 import pytest
 
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.learner.policy import make_learner
+from jaxrl.learner.policy import Learner, make_learner
 from jaxrl.losses import objective, preference
 from jaxrl.models.model import decoder
 from jaxrl.sharding.mesh import make_mesh
@@ -23,23 +24,30 @@ LOSSES = {
 }
 
 
-def gradient(loss, *, rows, layout=None):
-    """What sgd with learning rate 1 subtracted. The reference is 0.8 of the learner's log-probs."""
+def learner(loss) -> Learner:
+    total = objective(preference.pairwise(loss), preference.pair_mean)
+    return make_learner(decoder(tiny.CONFIG), total, optimizer=optax.sgd(1.0))
+
+
+@functools.cache
+def given(rows: int, devices: int):
+    """Parameters and a batch. The reference is 0.8 of the log-probs, which no loss changes."""
     shape = MinibatchShape(row_length=48, rows_per_microbatch=rows, max_rows=16, together=2)
     batch = pack_minibatch(tiny.rollouts(32, longest=20), [0.0] * 32, shape=shape)
-    one = make_learner(
-        decoder(tiny.CONFIG),
-        objective(preference.pairwise(loss), preference.pair_mean),
-        optimizer=optax.sgd(1.0),
-    )
     params = tiny.params()
-    if layout is not None:
+    if devices > 1:
+        layout = Layout(make_mesh(data=devices), PRESETS["data"])
         across = layout.batch(("batch", "length"))
         batch = jax.tree.map(lambda x: jax.device_put(x, across) if np.ndim(x) else x, batch)
         params = jax.device_put(jax.device_get(params), layout.replicated)
-    batch = dataclasses.replace(batch, reference=0.8 * jax.jit(one.score)(params, batch))
-    state = one.init(params)
-    after, _ = jax.jit(one.step)(state, batch)
+    scores = jax.jit(learner(LOSSES["bco"]).score)(params, batch)
+    return params, dataclasses.replace(batch, reference=0.8 * scores)
+
+
+def gradient(loss, *, rows, devices=1):
+    """What sgd with learning rate 1 subtracted."""
+    (params, batch), one = given(rows, devices), learner(loss)
+    after, _ = jax.jit(one.step)(one.init(params), batch)
     return jax.tree.map(lambda a, b: np.asarray(a - b), tiny.params(), after.params)
 
 
@@ -47,7 +55,6 @@ def gradient(loss, *, rows, layout=None):
 def test_microbatches_and_devices_change_nothing(name):
     whole = gradient(LOSSES[name], rows=16)
     assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
-    layout = Layout(make_mesh(data=8), PRESETS["data"])
-    for found in (gradient(LOSSES[name], rows=2), gradient(LOSSES[name], rows=8, layout=layout)):
+    for found in (gradient(LOSSES[name], rows=2), gradient(LOSSES[name], rows=8, devices=8)):
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
