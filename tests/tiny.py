@@ -1,12 +1,16 @@
 """A tiny model and random rollouts, for tests of what is built on them."""
 
 import dataclasses
+import functools
 import json
+import math
 import string
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl import huggingface
@@ -158,7 +162,35 @@ def model() -> Model:
 
 
 def params(seed: int = 0, *, config: DecoderConfig = CONFIG) -> Params:
-    return spec.init(decoder(config).specs, jax.random.key(seed), dtype=PRESETS["fp32"].params)
+    return drawn(decoder(config).specs, seed)
+
+
+def drawn(specs: spec.Specs, seed: int) -> Params:
+    """Draws what `spec.init` draws in f32, without a program for each shape."""
+    flat = spec.flatten(specs)
+    size = max(math.prod(one.shape) for one in flat.values())
+    rows = _normals(seed, _MOST << max(0, (size - 1) // _MOST).bit_length())
+    assert len(flat) <= len(rows)
+    values = {}
+    for (path, one), row in zip(flat.items(), rows, strict=False):
+        normal = row[: math.prod(one.shape)].reshape(one.shape)
+        value = np.ones_like(normal) if one.scale is None else np.float32(one.scale) * normal
+        values[path] = jax.device_put(value)
+    return traverse_util.unflatten_dict(values, sep="/")
+
+
+_MOST = 8192  # parameters of most arrays
+
+
+@functools.cache
+def _normals(seed: int, size: int) -> np.ndarray:
+    """Draws f32[64, size]. What threefry draws for a place does not depend on the shape."""
+    return np.asarray(_draw(jax.random.split(jax.random.key(seed), 64), size))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(keys: jax.Array, size: int) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.normal(key, size, jnp.float32))(keys)
 
 
 def rollouts(count: int, *, seed: int = 0, longest: int = 12) -> list[Rollout]:

@@ -14,7 +14,6 @@ from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.critic import CriticLearner, make_critic
 from jaxrl.losses import ppo
-from jaxrl.models import spec
 from jaxrl.models.model import decoder
 from tests import tiny
 
@@ -26,7 +25,7 @@ TARGETS = [np.full(len(r.completion), r.reward, np.float32) for r in ROLLOUTS]
 
 
 def params():
-    found = spec.init(MODEL.specs, jax.random.key(0), dtype=FP32.params)
+    found = tiny.drawn(MODEL.specs, 0)
     head = np.random.default_rng(0).normal(size=(1, tiny.CONFIG.hidden_size))
     return found | {"score": jnp.asarray(0.1 * head, jnp.float32)}
 

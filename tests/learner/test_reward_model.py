@@ -17,7 +17,6 @@ from jaxrl.core.packing import MinibatchShape
 from jaxrl.core.precision import PRESETS
 from jaxrl.environments.rewards import score
 from jaxrl.learner.reward_model import make_scores
-from jaxrl.models import spec
 from jaxrl.models.model import decoder
 from jaxrl.models.scorer import token_scores
 from jaxrl.tracking.tracker import read_metrics
@@ -29,7 +28,7 @@ CONFIG = dataclasses.replace(tiny.CONFIG, scored=True)
 
 
 def params(seed=0):
-    made = spec.init(decoder(CONFIG).specs, jax.random.key(seed), dtype=FP32.params)
+    made = tiny.params(seed, config=CONFIG)
     return made | {"score": jax.random.normal(jax.random.key(seed), made["score"].shape)}
 
 

@@ -150,7 +150,7 @@ def test_layers_that_are_recomputed_on_a_mesh_change_nothing():
 def test_parameters_and_moments_are_sharded():
     layout = Layout(make_mesh(fsdp=8), PRESETS["fsdp"])
     model = tiny.model()
-    shapes = jax.eval_shape(lambda: tiny.params())
+    shapes = tiny.params()
     shardings = layout.tree(model.specs)
     held = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)), shapes, shardings)
     total = sum(x.size for x in jax.tree.leaves(shapes))
@@ -162,7 +162,7 @@ def test_moments_in_the_hosts_memory_change_nothing():
     found, expected = run(layout, tiny.CONFIG, offload=True), on_one_device(tiny.CONFIG)
     assert_close(found[1], expected[1], rtol=2e-5)
     assert_close(found[3], expected[3], rtol=1e-4)
-    shapes = jax.eval_shape(tiny.params)
+    shapes = tiny.params()
     placed = state_shardings(
         OptimizerConfig(offload=True),
         lambda params: LearnerState(jnp.int32(0), params, params, jnp.int32(0)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import parse
-from jaxrl.models import lora, spec
+from jaxrl.models import lora
 from jaxrl.models.latent import check_form
 from jaxrl.models.model import decoder
 from tests import tiny
@@ -26,7 +26,7 @@ POSITIONS = jnp.array([[*range(4), *range(7)], [*range(9), 0, 0]])
 
 def adapted(model, base):
     adapters = lora.adapter_specs(model.specs, rank=3, targets=["kv_b_proj", "o_proj"])
-    drawn = spec.init(adapters, jax.random.key(0), dtype=FORMS[0].params)
+    drawn = tiny.drawn(adapters, 0)
     return lora.Adapted(jax.tree.map(lambda x: x + 0.1, drawn), base, alpha=6.0)
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.core.precision import PRESETS
 from jaxrl.huggingface import peft
-from jaxrl.models import lora, spec
+from jaxrl.models import lora
 from jaxrl.models.model import decoder
 from jaxrl.models.scorer import token_scores
 from tests import tiny
@@ -41,7 +41,7 @@ def forward(params):
 
 def adapted(*, seed=None):
     """With B zero, or random if there is a seed."""
-    adapters = spec.init(SPECS.adapters, jax.random.key(0), dtype=FP32.params)
+    adapters = tiny.drawn(SPECS.adapters, 0)
     if seed is not None:
         rng = np.random.default_rng(seed)
         adapters = jax.tree.map(
@@ -87,8 +87,8 @@ def test_adapters_of_all_families_round_trip(config, tmp_path):
     model, base = decoder(config), tiny.params(config=config)
     declared = lora.adapter_specs(model.specs, rank=3, targets=["*_proj*"])
     specs = lora.Adapted(declared, model.specs, alpha=6.0)
-    drawn = spec.init(declared, jax.random.key(0), dtype=FP32.params)
-    adapters = jax.tree.map(lambda x: x + 0.1, drawn)
+    drawn = tiny.drawn(declared, 0)
+    adapters = jax.tree.map(lambda x: jax.device_put(np.asarray(x) + 0.1), drawn)
     some = lora.Adapted(adapters, base, alpha=6.0)
     places = jnp.broadcast_to(jnp.arange(7), TOKENS.shape)
     run = jax.jit(partial(model.hidden, precision=FP32))

@@ -20,9 +20,9 @@ from jaxrl.losses import grpo
 from jaxrl.models import families, lora
 from jaxrl.models.attention.blocks import sequence_alignment
 from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
 from jaxrl.sampling.base import SamplingParams, Turn
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
+from tests import tiny
 
 TEMPERATURE = 0.8
 SETTINGS = {
@@ -147,7 +147,7 @@ def differences(model, params, precision, rollouts, *, row_length=112, rows=4):
 def a_model(family, **settings):
     config = {"model_type": family, **SETTINGS, **FAMILIES[family], **settings}
     model = decoder(from_hf_config(config), remat="matmuls")
-    params = init(model.specs, jax.random.key(0), dtype=parse("fp32").params)
+    params = tiny.drawn(model.specs, 0)
     for group in model.config.groups:
         layers = params[group.name]
         for name, value in layers.items():
@@ -235,7 +235,7 @@ def adapted(family):
     """A model's parameters with adapters that change every log-prob."""
     model, params = a_model(family)
     specs = lora.adapter_specs(model.specs, rank=4, targets=["*_proj"])
-    adapters = init(specs, jax.random.key(1), dtype=parse("fp32").params)
+    adapters = tiny.drawn(specs, 1)
     rng = np.random.default_rng(2)
     adapters = jax.tree.map(lambda x: x + rng.normal(0, 0.05, x.shape).astype(np.float32), adapters)
     return model, lora.Adapted(adapters, params, alpha=8.0)
