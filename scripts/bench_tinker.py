@@ -5,15 +5,25 @@ python scripts/bench_tinker.py --shapes S --tenants 1 4 16 [--precision bf16_mas
 
 All tenants together do the work of the one step: SEQUENCES sequences. It needs `jaxrl[tinker]`. On
 a GPU both processes share the device: set XLA_PYTHON_CLIENT_MEM_FRACTION=.4.
+
+--skyrl ENVIRONMENT measures training by the JAX engine of SkyRL's server too, which computes in f32
+here, as with --precision fp32. In an environment of Python 3.12:
+
+    pip install 'skyrl[jax,tinker]==0.4.0' aiohttp ray uv
 """
 
+import argparse
+import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -77,29 +87,71 @@ def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run,
 
 
 @contextmanager
-def served(shape: str, precision: str, *, rows: int, slots: int) -> Iterator[tinker.ServiceClient]:
-    """Starts a service of a random model; yields a client."""
-    with tempfile.TemporaryDirectory() as made:
-        model, _ = peers.write_material(Path(made), shape)
-        command = [sys.executable, "-m", "jaxrl", "tinker", str(model), "--port", "0"]
-        command += ["--precision", precision, "--name", "model", "--state_dir", f"{made}/state"]
-        # A row of the service ends with padding.
-        command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
-        command += ["--slots", str(slots)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+def served(
+    model: Path, state: Path, *, precision: str, rows: int, slots: int
+) -> Iterator[tinker.ServiceClient]:
+    """Starts a service of a model; yields a client."""
+    command = [sys.executable, "-m", "jaxrl", "tinker", str(model), "--port", "0"]
+    command += ["--precision", precision, "--state_dir", str(state)]
+    # A row of the service ends with padding.
+    command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
+    command += ["--slots", str(slots)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().removeprefix("export ").strip() for _ in range(2)]
+        url, key = (line.split("=", 1)[1] for line in lines)
+        with tinker.ServiceClient(base_url=url, api_key=key) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def skyrl(
+    environment: Path, model: Path, state: Path, *, rows: int, slots: int
+) -> Iterator[tinker.ServiceClient]:
+    """Starts SkyRL's server of a model; yields a client. Its log is skyrl.log beside `state`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    engine = {
+        "max_lora_adapters": slots + 1,  # the first is the base's
+        "max_lora_rank": RANK,
+        "train_micro_batch_size": rows,
+        "sample_max_num_sequences": SEQUENCES,
+    }
+    keys = {
+        "backend": "jax",
+        "host": "127.0.0.1",
+        "port": port,
+        "base-model": model,
+        "checkpoints-base": state,
+        "database-url": f"sqlite:///{state}.db",
+        "backend-config": json.dumps(engine),
+    }
+    places = environment / "bin"
+    # The server starts its engine as it was started itself: by `uv run`.
+    command = [str(places / "uv"), "run", "--no-project", "--active", "--offline"]
+    command += ["-m", "skyrl.tinker.api"]
+    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    path = f"{places}{os.pathsep}{os.environ['PATH']}"
+    own = os.environ | {"VIRTUAL_ENV": str(environment), "PATH": path}
+    with state.with_name("skyrl.log").open("wb") as log:
+        process = subprocess.Popen(command, env=own, stdout=log, stderr=log)
         try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline().removeprefix("export ").strip() for _ in range(2)]
-            url, key = (line.split("=", 1)[1] for line in lines)
-            with tinker.ServiceClient(base_url=url, api_key=key) as client:
-                yield client
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.5)
+            yield tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-any")
         finally:
             process.terminate()
             process.wait()
 
 
 def through_service(
-    service: tinker.ServiceClient, config: DecoderConfig, *, tenants: int
+    service: tinker.ServiceClient, model: Path, config: DecoderConfig, *, tenants: int
 ) -> tuple[Run, Run]:
     """Builds the same work through the client, divided among tenants."""
     prompts, completions = material(config)
@@ -118,7 +170,7 @@ def through_service(
     parts = [data[i::tenants] for i in range(tenants)]
     asked = [prompts[i::tenants] for i in range(tenants)]
     clients = [
-        service.create_lora_training_client("model", rank=RANK, seed=i).result()
+        service.create_lora_training_client(str(model), rank=RANK, seed=i).result()
         for i in range(tenants)
     ]
     samplers = [one.save_weights_and_get_sampling_client().result() for one in clients]
@@ -151,25 +203,45 @@ def main() -> None:
     parser.add_argument("--tenants", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--precision", default="bf16_master")
     parser.add_argument("--rows", type=int, default=16, help="sequences per microbatch")
+    parser.add_argument("--skyrl", type=Path, help="environment with SkyRL 0.4.0")
     args = parser.parse_args()
     exit_on_sigterm()
     for shape in args.shapes:
-        config = SHAPES[shape]
-        train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
-        slots = sum(args.tenants)
-        with served(shape, args.precision, rows=args.rows, slots=slots) as service:
-            through = [through_service(service, config, tenants=n) for n in args.tenants]
-            for work, place, theirs, tokens in (
-                ("forward_backward and optim_step", 0, train, SEQUENCES * LENGTH),
-                ("sample", 1, sample, SEQUENCES * ANSWER),
-            ):
-                runs = {str(n): one[place] for n, one in zip(args.tenants, through, strict=True)}
-                seconds = alternate({"library": theirs, **runs}, repetitions=args.repetitions)
-                for name in runs:
-                    row = {"shape": shape, "work": work, "tenants": int(name), "rank": RANK}
-                    row |= {"precision": args.precision, "sequences": SEQUENCES}
-                    two = {"service": seconds[name], "library": seconds["library"]}
-                    write(row | compared(two, tokens=tokens, ours="service"), args.out)
+        with tempfile.TemporaryDirectory() as directory:
+            measure(shape, Path(directory), args)
+
+
+def measure(shape: str, directory: Path, args: argparse.Namespace) -> None:
+    """Measures a random model of a shape, and writes the results."""
+    config, (model, _) = SHAPES[shape], peers.write_material(directory, shape)
+    train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
+    given = {"rows": args.rows, "slots": sum(args.tenants)}
+    with ExitStack() as closing:
+        state = directory / "state"
+        service = served(model, state, precision=args.precision, **given)
+        services = {"service": closing.enter_context(service)}
+        if args.skyrl:
+            beside = skyrl(args.skyrl.resolve(), model, directory / "skyrl", **given)
+            services["skyrl"] = closing.enter_context(beside)
+        through = {
+            (name, n): through_service(one, model, config, tenants=n)
+            for name, one in services.items()
+            for n in args.tenants
+        }
+        for work, place, theirs, tokens in (
+            ("forward_backward and optim_step", 0, train, SEQUENCES * LENGTH),
+            ("sample", 1, sample, SEQUENCES * ANSWER),
+        ):
+            # SkyRL 0.4.0 answers a request for samples without the names that the client expects.
+            names = [name for name in services if name == "service" or place == 0]
+            runs = {f"{name} {n}": through[name, n][place] for name in names for n in args.tenants}
+            seconds = alternate({"library": theirs, **runs}, repetitions=args.repetitions)
+            for n in args.tenants:
+                row = {"shape": shape, "work": work, "tenants": n, "rank": RANK}
+                row |= {"precision": args.precision, "sequences": SEQUENCES}
+                one = {name: seconds[f"{name} {n}"] for name in names}
+                one["library"] = seconds["library"]
+                write(row | compared(one, tokens=tokens, ours="service"), args.out)
 
 
 if __name__ == "__main__":
