@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.precision import Precision
 
 _BLOCK = 2048  # numbers of one program
@@ -71,7 +72,7 @@ def gradients(
     gate: jax.Array, up: jax.Array, d: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `plain`, and its gradients to gate and up for the cotangent `d`."""
-    kernel = {"cuda": functools.partial(_by_kernel, settings=settings)}
+    kernel = on_nvidia(functools.partial(_by_kernel, settings=settings))
     others = {x.dtype for x in (gate, up, d)} - {jnp.dtype(jnp.bfloat16)}
     if others or gate.size % _BLOCK or gate.size >= _NUMBERS:
         kernel = {}

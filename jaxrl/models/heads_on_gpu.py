@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.models.heads import Settings, plain
 from jaxrl.models.rope import RopeTable
 
@@ -37,7 +38,7 @@ def turn(y: jax.Array, table: RopeTable, weight: jax.Array | None, settings: Set
         y,
         table,
         weight,
-        cuda=functools.partial(by_kernel, settings=settings),
+        **on_nvidia(functools.partial(by_kernel, settings=settings)),
         default=functools.partial(plain, settings=settings),
     )
 

@@ -18,6 +18,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import head_kernel
@@ -160,14 +161,13 @@ class _Plan:
         return -(-self.vocab_size // self.vocab_chunks)
 
     def kernel(self, function: Callable[..., Any], chunk: SlotChunk, weights: jax.Array) -> Any:
-        """Returns the argument `cuda` of `lax.platform_dependent` for a function of `head_kernel`,
-        if that is for this chunk of positions."""
+        """Returns `on_nvidia` of a function of `head_kernel`, if that is for this chunk."""
         here = self.rows.platform == "gpu" and self.rows.apart and self.vocab_chunks == 1
         whole = here and self.cap is None and chunk.allowed is None
         if not (whole and head_kernel.supports(chunk.hidden, weights[0], self.precision)):
             return {}
         own = functools.partial(function, settings=head_kernel.Settings(self.precision))
-        return {"cuda": self.rows.by_device(own, divided=head_kernel.BY_ROWS[function])}
+        return on_nvidia(self.rows.by_device(own, divided=head_kernel.BY_ROWS[function]))
 
 
 def _plan(

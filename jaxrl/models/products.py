@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import DType, Precision
 from jaxrl.core.processor import may_multiply_bf16
@@ -196,7 +197,7 @@ def grouped_product(
         y,
         sizes,
         cpu=lambda *given: one_by_one(*given).astype(settings.result),
-        cuda=kernel,
+        **on_nvidia(kernel),
         default=lambda *given: ragged(*given).astype(settings.result),
     )
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.precision import Precision
 from jaxrl.models.layers import Layer, LayerContext, rms_norm
 
@@ -75,7 +76,7 @@ def add_and_norm(
 
 def _on_device(weight, *given, settings):
     x = given[0]
-    kernel = {"cuda": functools.partial(by_kernel, settings=settings)}
+    kernel = on_nvidia(functools.partial(by_kernel, settings=settings))
     large = x.size >= _NUMBERS or x.shape[-1] > _AT_ONCE * 2
     if large or x.dtype != jnp.bfloat16 or x.size // x.shape[-1] % _ROWS:
         kernel = {}

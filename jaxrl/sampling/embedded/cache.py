@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import TILE, pad_values, softmax_product
@@ -84,7 +85,7 @@ def attend_cache(
         held = cache.keys, cache.values
         return cache_kernel.attend(q, *held, place, positions, **own, local=context.local)
 
-    return lax.platform_dependent(q, cache, place, positions, cuda=kernel, default=plain)
+    return lax.platform_dependent(q, cache, place, positions, **on_nvidia(kernel), default=plain)
 
 
 def _attend_plain(q, cache, place, positions, *, scoring, precision):
