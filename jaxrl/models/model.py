@@ -202,7 +202,9 @@ class _Decoder(NamedTuple):
         context = LayerContext(config, precision)
         if layout is not None:
             platform = layout.mesh.devices.flat[0].platform
-            kernels = {"by_heads": platform == "tpu", "on_gpu": platform == "gpu"}
+            # Of one token XLA computes what a kernel of many does, in another order.
+            on_gpu = platform == "gpu" and precision.sums == "any"
+            kernels = {"by_heads": platform == "tpu", "on_gpu": on_gpu}
             context = LayerContext(config, precision, layout.constrain, layout.local, **kernels)
         tables = context.rope_tables(positions)
         gathers = layout is not None and layout.mesh.size > 1
