@@ -294,16 +294,15 @@ def _logprobs(
         return model.hidden(weights, tokens, positions, segments, precision=precision)
 
     inputs = [arrays[name] for name in ("tokens", "positions", "segments")]
-    if pool.adapted:
+    if shape[0] == 1:  # XLA computes one tenant faster without an axis of tenants
+        trained = jax.tree.map(lambda x: x[0], trained)
+        hidden = hidden_of(trained, *(x[0] for x in inputs))
+    else:
         # Rows first: they are what devices divide.
         hidden = jax.vmap(hidden_of, out_axes=1)(trained, *inputs)
         hidden = hidden.reshape(-1, *hidden.shape[2:])
-        arrays = {name: jnp.swapaxes(arrays[name], 0, 1) for name in ("targets", "mask")}
-        head = model.gathered_head(frozen)
-    else:  # one tenant
-        trained = jax.tree.map(lambda x: x[0], trained)
-        hidden = hidden_of(trained, *(x[0] for x in inputs))
-        head = model.gathered_head(trained)
+    arrays = {name: jnp.swapaxes(arrays[name], 0, 1) for name in ("targets", "mask")}
+    head = model.gathered_head(frozen if pool.adapted else trained)
     found = scored(hidden, head, arrays, precision=precision)
     return jnp.swapaxes(found.reshape(shape[1], shape[0], *found.shape[1:]), 0, 1)
 
