@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxrl.config.toml_file import flatten, toml_text
+from jaxrl.config.training import Config
 from jaxrl.core import Precision
 from jaxrl.diagnostics import forward_facts
 from jaxrl.models import DecoderConfig
@@ -13,18 +15,36 @@ from jaxrl.models import DecoderConfig
 NAME = "certificate.json"
 """Name of the certificate's file in a run directory."""
 
+ALWAYS = {"sampling.temperature": 1.0, "lora.rank": 0}
+"""Keys of a run that the doctor does not have, each with the value that it measures with."""
+
 
 def certified_facts(
-    sampler: Mapping[str, str], precision: Precision, *, model: DecoderConfig, temperature: float
+    sampler: Mapping[str, str],
+    precision: Precision,
+    *,
+    model: DecoderConfig,
+    keys: Mapping[str, object] = ALWAYS,
 ) -> dict[str, str]:
     """Names everything that decides how far learner and sampler may be apart, as texts: model,
-    dtype policy, versions, processor, and what the sampler says of itself (`Serving.facts`)."""
+    dtype policy, versions, processor, the values of `ALWAYS` in `keys`, and what the sampler says
+    of itself (`Serving.facts`)."""
     architecture = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
     return {
         "model": f"{model.model_type} {architecture}",
-        "sampling.temperature": f"{temperature:g}",
         "device": jax.devices()[0].device_kind,
+        **{name: toml_text(keys[name]) for name in ALWAYS},
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         **forward_facts(precision),
         **sampler,
     }
+
+
+def never_certified(config: Config) -> list[str]:
+    """Lists, in words, the keys of a run without which alone the doctor measures."""
+    keys = flatten(config)
+    return [
+        f"{name} = {toml_text(keys[name])} (the doctor measures with {toml_text(value)})"
+        for name, value in ALWAYS.items()
+        if keys[name] != value
+    ]

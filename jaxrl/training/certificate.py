@@ -1,9 +1,10 @@
 """The check of a run against the certificate in its directory."""
 
-from jaxrl.builders.certificate import NAME, certified_facts
+from jaxrl.builders.certificate import NAME, certified_facts, never_certified
 from jaxrl.builders.model import ModelFiles
 from jaxrl.builders.sampler import Serving
 from jaxrl.config.bucket import local_directory
+from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import read_whole
 from jaxrl.diagnostics import Certificate
@@ -32,9 +33,8 @@ def check_certificate(config: Config, serving: Serving, *, models: ModelFiles) -
         certificate = Certificate.from_json(text)
     except ValueError as error:
         raise CertificateError(f"{path} cannot be read: {error}; {again}") from None
-    temperature = config.sampling.temperature
     sampler, model = serving.facts(), models.policy.config
-    facts = certified_facts(sampler, config.precision, model=model, temperature=temperature)
+    facts = certified_facts(sampler, config.precision, model=model, keys=flatten(config))
     if changes := certificate.changes(facts):
         raise CertificateError(f"{path} does not hold here: {'; '.join(changes)}; {again}")
     if not certificate.passed:
@@ -50,8 +50,8 @@ def check_certificate(config: Config, serving: Serving, *, models: ModelFiles) -
 
 
 def _advice(config: Config) -> str:
-    if config.sampling.temperature != 1:
-        return "only a temperature of 1 can be certified: delete the file to train without"
+    if reasons := never_certified(config):
+        return f"{' and '.join(reasons)} cannot be certified: delete the file to train without"
     sampler = "" if config.sampler.name == "embedded" else f" --sampler {config.sampler.name}"
     if config.sampler.url:
         sampler = f" --server {config.sampler.url[0]}"

@@ -1,6 +1,7 @@
 """A run keeps to the certificate in its directory."""
 
 import json
+import shutil
 
 import pytest
 
@@ -24,9 +25,12 @@ def test_run_is_held_to_its_certificate(material, tmp_path, capsys):
     directory = tmp_path / "run"
     assert certified(material, directory, "fp32,sums=fixed") == 0
     assert "100.00 %" in capsys.readouterr().out.splitlines()[-2]  # bitwise equal
-    path = directory / "certificate.json"
+    path, adapted = directory / "certificate.json", tmp_path / "adapted"
+    shutil.copytree(directory, adapted)
     with pytest.raises(CertificateError, match=r"precision.sums was fixed and is any; certify"):
         run(material, directory)
+    with pytest.raises(CertificateError, match=r"lora.rank was 0 and is 4; .* delete the file"):
+        run(material, adapted, precision="fp32,sums=fixed", lora__rank=4)
     run(material, directory, precision="fp32,sums=fixed", train__steps=1)
 
     whole = json.loads(path.read_text())

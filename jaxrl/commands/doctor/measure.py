@@ -270,9 +270,7 @@ def _measure(
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
-    facts = certified_facts(
-        samples.facts, precision, model=inputs.checkpoint.config, temperature=1.0
-    )
+    facts = certified_facts(samples.facts, precision, model=inputs.checkpoint.config)
     return Measurement(name, sampler, numbers, tokens, facts)
 
 
