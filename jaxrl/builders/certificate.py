@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 
@@ -10,6 +10,7 @@ from jaxrl.config.toml_file import flatten, toml_text
 from jaxrl.config.training import Config
 from jaxrl.core import Precision
 from jaxrl.diagnostics import forward_facts
+from jaxrl.losses import Clip
 from jaxrl.models import DecoderConfig
 
 NAME = "certificate.json"
@@ -24,27 +25,33 @@ def certified_facts(
     precision: Precision,
     *,
     model: DecoderConfig,
+    clip: Clip | None,
     keys: Mapping[str, object] = ALWAYS,
 ) -> dict[str, str]:
     """Names everything that decides how far learner and sampler may be apart, as texts: model,
-    dtype policy, versions, processor, the values of `ALWAYS` in `keys`, and what the sampler says
-    of itself (`Serving.facts`)."""
+    dtype policy, versions, processor, the clip if there is one, the values of `ALWAYS` in `keys`,
+    and what the sampler says of itself (`Serving.facts`)."""
     architecture = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
     return {
         "model": f"{model.model_type} {architecture}",
         "device": jax.devices()[0].device_kind,
         **{name: toml_text(keys[name]) for name in ALWAYS},
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        **({} if clip is None else {"clip": str(clip)}),
         **forward_facts(precision),
         **sampler,
     }
 
 
-def never_certified(config: Config) -> list[str]:
-    """Lists, in words, the keys of a run without which alone the doctor measures."""
+def never_certified(config: Config, clips: Collection[Clip]) -> list[str]:
+    """Lists, in words, the parts of a run that the doctor does not measure."""
     keys = flatten(config)
-    return [
+    found = [
         f"{name} = {toml_text(keys[name])} (the doctor measures with {toml_text(value)})"
         for name, value in ALWAYS.items()
         if keys[name] != value
     ]
+    if len(clips) > 1:
+        several = "; ".join(sorted(map(str, clips)))
+        found.append(f"a loss with several clips ({several}; the doctor measures with one)")
+    return found

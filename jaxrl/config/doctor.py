@@ -11,6 +11,7 @@ from jaxrl.config.sampler import SamplerConfig
 from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
 from jaxrl.config.tables import ModelConfig
 from jaxrl.core import Precision
+from jaxrl.losses import Clip, Unit
 
 
 class DoctorDataConfig(PromptConfig):
@@ -75,6 +76,10 @@ class DoctorConfig(Section):
 
     clip_range: ClipRange = (0.2, 0.2)
 
+    clip_unit: Unit = "token"
+    """Unit whose ratio is clipped: each `token`; or a whole sequence, by the geometric `mean` over
+    its tokens, as in gspo, or by their `product`, as in rloo."""
+
     timed_steps: NonNegativeInt = 2
     """Training steps to time; the fastest counts. 0 times none."""
 
@@ -98,6 +103,11 @@ class DoctorConfig(Section):
     def by_text(self) -> dict[str, Precision]:
         """The dtype policies to compare, by their texts."""
         return {text: Precision.parse(text) for text in self.precisions}
+
+    @property
+    def clip(self) -> Clip:
+        """The clip that rounding alone may reach."""
+        return Clip(*self.clip_range, self.clip_unit)
 
     @property
     def longest_sequence(self) -> int:

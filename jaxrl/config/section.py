@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PlainSerializer,
     PlainValidator,
@@ -28,7 +29,7 @@ from jaxrl.core import Precision
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 ClipRange = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], PositiveFloat],
+    tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat],
     Field(
         strict=False,
         description="[low, high]: tokens count as clipped below a ratio of 1 - low and above "

@@ -15,7 +15,7 @@ from .alarms.rules import RULES as RULES
 from .alarms.table import Cause as Cause, Finding as Finding, Rule as Rule
 from .completions import completion_metrics as completion_metrics, format_marks as format_marks
 from .judgement import judge_metrics as judge_metrics, ordered_alike as ordered_alike
-from .ratio.agreement import agreement_metrics as agreement_metrics
+from .ratio.agreement import agreement_metrics as agreement_metrics, phantom_clips as phantom_clips
 from .ratio.attribution import (
     MODULES as MODULES,
     Attribution as Attribution,

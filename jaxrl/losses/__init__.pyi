@@ -7,8 +7,10 @@ from .aggregation import (
     token_sum as token_sum,
 )
 from .algebra import (
+    Clip as Clip,
     Shift as Shift,
     TokenLoss as TokenLoss,
+    Unit as Unit,
     Weights as Weights,
     add as add,
     both as both,

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,23 @@ class Term(Formula):
     __array_ufunc__ = None  # numpy must leave products with a term to the term's own methods
 
 
+Unit = Literal["token", "mean", "product"]
+"""Unit of a ratio: each token, the geometric mean over a sequence, or the product over it."""
+
+
+class Clip(NamedTuple):
+    """A clip whose ratio contains the mismatch of learner and sampler."""
+
+    low: float  # the ratio pays down to 1 - low
+    high: float  # the ratio pays up to 1 + high
+    unit: Unit = "token"
+
+    def __str__(self) -> str:
+        bounds = f"{1 - self.low:.6g} to {1 + self.high:.6g}"
+        return bounds if self.unit == "token" else f"{bounds}, {self.unit} of a sequence"
+
+
+@dataclass(frozen=True, repr=False)
 class TokenLoss(Term):
     """A loss before its reduction. It prints as its formula.
 
@@ -54,6 +71,8 @@ class TokenLoss(Term):
       >>> clipped(over_sampler) + 0.001 * (kl_penalty() - entropy_bonus())
       clipped(over_sampler, low=0.2, high=0.2) + 0.001 * (kl_penalty(k3) - entropy_bonus())
     """
+
+    clips: frozenset[Clip] = frozenset()  # that rounding alone may reach
 
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
         return add(self, other)
@@ -122,6 +141,7 @@ def add(*losses: TokenLoss) -> TokenLoss:
         frozenset().union(*(loss.needs for loss in losses)),
         apply,
         frozenset().union(*(loss.weighted for loss in losses)),
+        frozenset().union(*(loss.clips for loss in losses)),
         formula=" + ".join(map(repr, losses)),
     )
 
@@ -255,10 +275,11 @@ def _product(
         factors, more = applied(weights, scores, batch)
         return multiply(value, factors), merged(metrics, more)
 
-    return type(term)(
-        term.needs | weights.needs,
-        apply,
-        term.weighted | weights.weighted,
+    return dataclasses.replace(
+        term,
+        needs=term.needs | weights.needs,
+        apply=apply,
+        weighted=term.weighted | weights.weighted,
         formula=f"{weights!r} * {grouped(term)}",
     )
 

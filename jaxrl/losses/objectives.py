@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics
-from jaxrl.losses.algebra import TokenLoss, Weights, applied, chosen_before, merged
+from jaxrl.losses.algebra import Clip, TokenLoss, Weights, applied, chosen_before, merged
 from jaxrl.losses.formulas import Formula, formula_text, grouped
 from jaxrl.losses.scores import Need, Scores
 
@@ -96,6 +96,11 @@ class Objective(Formula):
     def needs(self) -> frozenset[Need]:
         """All scores that the objective reads."""
         return self.step_needs | self.survey_needs
+
+    @property
+    def clips(self) -> frozenset[Clip]:
+        """The clips that rounding alone may reach."""
+        return self.loss.clips.union(*(other.clips for other in self.others))
 
     @property
     def _declared(self) -> frozenset[Need | Weights]:

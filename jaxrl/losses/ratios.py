@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jaxrl.core.batch import TokenBatch, segment_sum
 from jaxrl.core.metrics import Metrics, masked_mean
-from jaxrl.losses.algebra import Shift
+from jaxrl.losses.algebra import Shift, Unit
 from jaxrl.losses.formulas import Formula, with_formula
 from jaxrl.losses.scores import Need, Scores, require
 
@@ -55,7 +55,7 @@ class Ratio(Formula):
     log: Callable[[Scores, TokenBatch], jax.Array]
     weighted: frozenset[Shift]  # the shifts of policy that it accounts for
     needs: frozenset[Need] = frozenset()  # the scores, beyond the learner's log-probs, for `log`
-    whole: bool = False  # one number for the whole sequence, found at each of its tokens
+    unit: Unit = "token"  # of a sequence: one number, found at each of its tokens
 
     def clamped(self, scores: Scores, batch: TokenBatch) -> jax.Array:
         """Returns the log-ratio clamped to +-20, f32[B, T]; the gradient is 0 where clamped."""
@@ -162,7 +162,7 @@ def product(ratio: Ratio) -> Ratio:
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
         return sequence_sum(ratio.log(scores, batch), batch)
 
-    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
+    return Ratio(log, ratio.weighted, ratio.needs, unit="product")
 
 
 @with_formula
@@ -181,7 +181,7 @@ def geometric(ratio: Ratio) -> Ratio:
     def log(scores: Scores, batch: TokenBatch) -> jax.Array:
         return sequence_mean(ratio.log(scores, batch), batch)
 
-    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
+    return Ratio(log, ratio.weighted, ratio.needs, unit="mean")
 
 
 @with_formula
@@ -206,12 +206,12 @@ def sequence(ratio: Ratio) -> Ratio:
         mean = jax.lax.stop_gradient(jnp.minimum(mean, _SEQUENCE_LIMIT))
         return _on_policy(scores, batch) + mean
 
-    return Ratio(log, ratio.weighted, ratio.needs, whole=True)
+    return Ratio(log, ratio.weighted, ratio.needs, unit="mean")
 
 
 def per_token(ratio: Ratio, *, reader: str) -> None:
     """Raises ValueError if `reader`, which reads ratios of tokens, is given one of sequences."""
-    if ratio.whole:
+    if ratio.unit != "token":
         raise ValueError(
             f"{reader}: {ratio} is of whole sequences already; {reader} reads the ratio of each "
             "token, such as over_sampler"

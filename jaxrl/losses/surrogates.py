@@ -4,6 +4,7 @@ The examples compare the learner with the sampler on a token or two.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl.core.batch import TokenBatch
 from jaxrl.core.metrics import Metrics, masked_means
 from jaxrl.losses import bounds
-from jaxrl.losses.algebra import TokenLoss, token_loss
+from jaxrl.losses.algebra import Clip, Shift, TokenLoss, token_loss
 from jaxrl.losses.formulas import with_formula
 from jaxrl.losses.ratios import Ratio, geometric, missing, on_policy, per_token
 from jaxrl.losses.scores import Scores
@@ -159,7 +160,7 @@ def clipped(
             shares["clip/cap"] = (advantages < 0) & (r > cap)
         return shares
 
-    return surrogate(fn, ratio, marks=marks)
+    return _clipping(surrogate(fn, ratio, marks=marks), ratio, Clip(low, high, ratio.unit))
 
 
 @with_formula
@@ -224,4 +225,12 @@ def geometric_clipped(ratio: Ratio, *, low: float = 0.4, high: float = 0.4) -> T
         }
         return loss, metrics | masked_means(shares, batch.action_mask)
 
-    return TokenLoss(mean.needs, apply, mean.weighted)
+    loss = TokenLoss(mean.needs, apply, mean.weighted)
+    return _clipping(loss, ratio, Clip(-math.expm1(-low), math.expm1(high)))
+
+
+def _clipping(loss: TokenLoss, ratio: Ratio, clip: Clip) -> TokenLoss:
+    """Notes the clip of a loss, unless its ratio leaves the sampler out."""
+    return dataclasses.replace(
+        loss, clips=frozenset({clip} if Shift.MISMATCH in ratio.weighted else ())
+    )

@@ -127,7 +127,9 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         else nullcontext() as teacher,
         _open_reference(config, models, learning=learning, hosts=hosts) as learning,
     ):
-        certified = hosts.on_leader(lambda: check_certificate(config, serving, models=models))
+        certified = hosts.on_leader(
+            lambda: check_certificate(config, serving, models=models, clips=recipe.objective.clips)
+        )
         source = RolloutSource(
             config=config,
             task=task,

@@ -8,8 +8,9 @@ import pytest
 from jaxrl.bridge.servers import facts
 from jaxrl.diagnostics.ratio.certificate import Certificate, certify, forward_facts
 from jaxrl.diagnostics.ratio.split import LogRatio
+from jaxrl.losses import Clip
 
-CLIP = {"low": 0.2, "high": 0.28}
+CLIP = Clip(0.2, 0.28)
 
 
 def tokens(ratios) -> LogRatio:
@@ -22,7 +23,7 @@ def tokens(ratios) -> LogRatio:
 
 def test_numbers_are_those_of_the_definitions():
     ratios = np.array([1, 1, 1.0015, 0.9985, 1.009, 0.96, 1.2, 1.3, 0.7, 0.79])
-    found = certify(tokens(ratios), **CLIP, facts={}).numbers
+    found = certify(tokens(ratios), clip=CLIP, facts={}).numbers
     assert found["tokens"] == 10
     assert found["kl"] == pytest.approx(np.mean(ratios - np.log(ratios) - 1), abs=1e-12)
     assert found["ratio_in_0.999_1.002"] == pytest.approx(0.3)
@@ -35,23 +36,39 @@ def test_numbers_are_those_of_the_definitions():
 
 def test_each_bar_fails_alone():
     even = np.full(2000, 1.0)
-    assert certify(tokens(even), **CLIP, facts={}).passed
+    assert certify(tokens(even), clip=CLIP, facts={}).passed
     clipped = even.copy()
     clipped[:6] = 1.3  # 3 of 2000 phantom clips; a KL of 1e-4
-    found = certify(tokens(clipped), **CLIP, facts={})
+    found = certify(tokens(clipped), clip=CLIP, facts={})
     assert not found.passed
     assert len(found.reasons) == 1
     assert "clips 0.15 % of the tokens at a clip of 0.8 to 1.28" in found.reasons[0]
-    wide = certify(tokens(np.full(50, 1.19)), **CLIP, facts={})  # inside the clip, a KL of .016
+    wide = certify(tokens(np.full(50, 1.19)), clip=CLIP, facts={})  # inside the clip, a KL of .016
     assert len(wide.reasons) == 1
     assert "mismatch KL is 0.016" in wide.reasons[0]
-    unknown = certify(tokens(np.append(even, np.nan)), **CLIP, facts={})
+    unknown = certify(tokens(np.append(even, np.nan)), clip=CLIP, facts={})
     assert not unknown.passed
+
+
+@pytest.mark.parametrize("unit", ["mean", "product"])
+def test_clip_of_sequences_takes_all_of_their_tokens(unit):
+    """At a ratio of the sequence, as gspo and rloo have it."""
+    ratios = np.array([1.1, 1.1, 1.1, 0.95, 1.05, 0.7, 1, 1, 1, 1])
+    of_token = np.repeat([0, 1, 2], [3, 3, 4])
+    ends = [np.log(ratios[of_token == i]) for i in range(3)]
+    own = np.exp([x.mean() if unit == "mean" else x.sum() for x in ends])
+    clipped = (own > 1.28) | (own < 0.8)
+    assert clipped.any() == (unit == "product")
+    found = tokens(ratios)._replace(sequences=of_token)
+    shares = certify(found, clip=Clip(0.2, 0.28, unit), facts={}).numbers
+    assert shares["phantom"] == pytest.approx(clipped[of_token].mean() / 2)
+    assert certify(found, clip=Clip(0.06, 0.06, unit), facts={}).numbers["phantom"] > 0.2
+    assert certify(found, clip=CLIP, facts={}).numbers["phantom"] == 0.05  # the token of 0.7
 
 
 def test_certificate_survives_its_file_and_names_what_changed():
     here = forward_facts("bf16_master") | {"vLLM": "0.32.0", "seed": "0"}
-    made = certify(tokens(np.ones(3)), **CLIP, facts=here)
+    made = certify(tokens(np.ones(3)), clip=CLIP, facts=here)
     again = Certificate.from_json(made.to_json())
     assert again == made
     assert again.changes(here) == []

@@ -5,8 +5,13 @@ import shutil
 
 import pytest
 
+from jaxrl.builders.model import find_models
+from jaxrl.builders.recipe import make_recipe
+from jaxrl.builders.sampler import Serving
 from jaxrl.cli import main
-from jaxrl.training.certificate import CertificateError
+from jaxrl.sampling import NullSampler
+from jaxrl.training.certificate import CertificateError, check_certificate
+from tests.run_config import run_config
 from tests.training.small_runs import run, write_material
 
 
@@ -53,3 +58,35 @@ def test_mismatch_does_not_pass(material, tmp_path, capsys):
     assert not json.loads((tmp_path / "certificate.json").read_text())["passed"]
     assert certified(material, tmp_path, "fp32,bf16_master") == 1
     assert "--certify takes one" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def held(material, tmp_path_factory):
+    """Holds a run with other keys to a certificate of clip_range .2,.28."""
+    directory = tmp_path_factory.mktemp("held")
+    assert certified(material, directory, "fp32", clip_range="0.2,0.28") == 0
+
+    def check(**changes) -> str | None:
+        config = run_config(material, run_dir=directory, **changes)
+        serving = Serving(NullSampler(), lambda *_, **__: {}, facts=lambda: {"sampler": "embedded"})
+        clips = make_recipe(config).objective.clips
+        return check_certificate(config, serving, models=find_models(config), clips=clips)
+
+    return check
+
+
+def test_certificate_is_for_the_clip_of_the_loss(held):
+    for name in ("dapo", "cispo", "gpg"):  # the others have no clip
+        assert "as certified" in held(loss__name=name)
+    # With the anchor below it, the ratio does not contain the mismatch.
+    assert "as certified" in held(loss__name="grpo", loss__ratio="over_anchor")
+    with pytest.raises(
+        CertificateError,
+        match=r"clip was 0.8 to 1.28 and is 0.8 to 1.2; .*"
+        r"--clip_range 0.2,0.2 --clip_unit token\)",
+    ):
+        held(loss__name="grpo")
+    with pytest.raises(CertificateError, match=r"is 0.9997 to 1.0004, mean of a sequence; .* mean"):
+        held(loss__name="gspo")
+    with pytest.raises(CertificateError, match=r"is 0.67032 to 1.49182; "):
+        held(loss__name="gmpo")

@@ -8,6 +8,7 @@ from jaxrl.commands.doctor.measure import examine, only_precision
 from jaxrl.config.doctor import DoctorConfig
 from jaxrl.core import write_whole
 from jaxrl.diagnostics import BANDS, Certificate, certify as judge
+from jaxrl.losses import Clip
 
 
 def certify(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
@@ -21,16 +22,15 @@ def certify(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     only_precision(config, "--certify")
     untimed = config.model_copy(update={"timed_steps": 0})
     (measured,) = examine(untimed, note=note, facts=True)
-    low, high = config.clip_range
-    certificate = judge(measured.ratio, low=low, high=high, facts=measured.facts)
+    certificate = judge(measured.ratio, clip=config.clip, facts=measured.facts)
     path = Path(config.out, NAME)
     write_whole(path, certificate.to_json())
-    print(f"{measured.precision}, {measured.sampler}: {_lines(certificate, low=low, high=high)}")
+    print(f"{measured.precision}, {measured.sampler}: {_lines(certificate, config.clip)}")
     print(path)
     return 0 if certificate.passed else 3
 
 
-def _lines(certificate: Certificate, *, low: float, high: float) -> str:
+def _lines(certificate: Certificate, clip: Clip) -> str:
     n = certificate.numbers
     verdict = "passed" if certificate.passed else f"not passed: {'; '.join(certificate.reasons)}"
     shares = [f"ratio in [{a:g}, {b:g}]" for a, b in BANDS]
@@ -39,7 +39,7 @@ def _lines(certificate: Certificate, *, low: float, high: float) -> str:
         (text, _percent(n[f"ratio_in_{a:g}_{b:g}"]))
         for text, (a, b) in zip(shares, BANDS, strict=True)
     ]
-    rows += [(f"phantom clips at {1 - low:g} to {1 + high:g}", _percent(n["phantom"]))]
+    rows += [(f"phantom clips at {clip}", _percent(n["phantom"]))]
     rows += [("bitwise equal", _percent(n["equal"]))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([verdict, *(f"  {name.ljust(width)}  {value}" for name, value in rows)])

@@ -113,6 +113,6 @@ def _compare(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     tokens, sequences = (
         int(max(m.numbers[key] for m in measurements)) for key in ("tokens", "sequences")
     )
-    print(f"{sequences} completions, {tokens} tokens, clip range {1 - low:g} to {1 + high:g}\n")
+    print(f"{sequences} completions, {tokens} tokens, clip range {config.clip}\n")
     print(f"{table(measurements)}\n\n{advice}\n{out / 'doctor.png'}, {out / 'doctor.json'}")
     return 0

@@ -38,6 +38,7 @@ from jaxrl.diagnostics import (
     agreement_metrics,
     log_ratio_parts,
     moments,
+    phantom_clips,
     replay_batch,
     shape_noise,
     split,
@@ -264,13 +265,16 @@ def _measure(
         scores=parts.learner,
     )
     numbers = agreement_metrics(tokens, low=low, high=high) | three
+    numbers |= phantom_clips(tokens, config.clip)
     numbers |= moments("shape_noise", noise)
     numbers |= {"tokens": len(tokens.learner), "sequences": int(tokens.sequences.max()) + 1}
     if config.timed_steps:
         numbers["seconds_per_step"] = min(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
-    facts = certified_facts(samples.facts, precision, model=inputs.checkpoint.config)
+    facts = certified_facts(
+        samples.facts, precision, model=inputs.checkpoint.config, clip=config.clip
+    )
     return Measurement(name, sampler, numbers, tokens, facts)
 
 

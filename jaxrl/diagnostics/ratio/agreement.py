@@ -6,6 +6,7 @@ As the policy did not move, the whole log-ratio is beta and every clipped token 
 import numpy as np
 
 from jaxrl.diagnostics.ratio.split import LogRatio, split_log_ratio
+from jaxrl.losses.algebra import Clip
 
 _FEWEST_SEQUENCES = 8  # for a standard deviation over sequences
 
@@ -48,6 +49,18 @@ def agreement_metrics(tokens: LogRatio, *, low: float, high: float) -> dict[str,
             if len(sums) >= _FEWEST_SEQUENCES
         },
     }
+
+
+def phantom_clips(tokens: LogRatio, clip: Clip) -> dict[str, float]:
+    """Computes "phantom", "phantom_low" and "phantom_high" of `agreement_metrics` for a clip, which
+    may be one of whole sequences: all of their tokens are then clipped together."""
+    if clip.unit != "token":
+        beta = np.bincount(tokens.sequences, weights=tokens.learner - tokens.sampler)
+        if clip.unit == "mean":
+            beta = beta / np.bincount(tokens.sequences)
+        tokens = tokens._replace(learner=tokens.sampler + beta[tokens.sequences])
+    found = agreement_metrics(tokens, low=clip.low, high=clip.high)
+    return {name: found[name] for name in ("phantom", "phantom_low", "phantom_high")}
 
 
 def prefix_sums(values: np.ndarray, sequences: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from jaxrl.core.precision import ROLES, Precision, short_name
-from jaxrl.diagnostics.ratio.agreement import agreement_metrics
+from jaxrl.diagnostics.ratio.agreement import agreement_metrics, phantom_clips
 from jaxrl.diagnostics.ratio.split import LogRatio
+from jaxrl.losses.algebra import Clip
 
 KL_BAR = 0.015
 """Largest mismatch KL that passes, in nats a token: prime-rl's bar."""
@@ -36,7 +37,7 @@ class Certificate:
       reasons: one line for each bar that was missed.
       numbers: "tokens"; "kl", E[w - log w - 1] of the ratio w of learner and sampler, in nats;
         "ratio_in_LOW_HIGH", shares of the tokens whose ratio is in one of the `BANDS`; "phantom",
-        share that the clip of PPO would take; "equal", share with bitwise equal log-probs.
+        share that the clip would take; "equal", share with bitwise equal log-probs.
       facts: what was measured, by name: the roles of the dtype policy, the sampler and its version,
         the server's flags.
     """
@@ -72,12 +73,12 @@ class Certificate:
             raise ValueError(f"it is not what `jaxrl doctor --certify` writes ({error})") from None
 
 
-def certify(tokens: LogRatio, *, low: float, high: float, facts: Mapping[str, str]) -> Certificate:
-    """Judges the log-probs of learner and sampler at equal weights; PPO clips ratios below 1 - low
-    and above 1 + high. The shadow is not read. There must be at least one token."""
-    found = agreement_metrics(tokens, low=low, high=high)
+def certify(tokens: LogRatio, *, clip: Clip, facts: Mapping[str, str]) -> Certificate:
+    """Judges the log-probs of learner and sampler at equal weights, with the clip of a recipe. The
+    shadow is not read. There must be at least one token."""
+    kl = agreement_metrics(tokens, low=clip.low, high=clip.high)["k3_kl"]
     ratio = np.exp(tokens.learner - tokens.sampler)
-    kl, phantom = found["k3_kl"], found["phantom"]
+    phantom = phantom_clips(tokens, clip)["phantom"]
     numbers = {"tokens": len(ratio), "kl": kl}
     for lowest, highest in BANDS:
         share = np.mean((ratio >= lowest) & (ratio <= highest))
@@ -88,8 +89,8 @@ def certify(tokens: LogRatio, *, low: float, high: float, facts: Mapping[str, st
         reasons.append(f"the mismatch KL is {kl:.2g} nats a token, and at most {KL_BAR} pass")
     if not phantom <= PHANTOM_BAR:
         reasons.append(
-            f"rounding alone clips {100 * phantom:.2g} % of the tokens at a clip of {1 - low:g} to "
-            f"{1 + high:g}, and at most {100 * PHANTOM_BAR:g} % pass"
+            f"rounding alone clips {100 * phantom:.2g} % of the tokens at a clip of {clip}, "
+            f"and at most {100 * PHANTOM_BAR:g} % pass"
         )
     return Certificate(passed=not reasons, reasons=reasons, numbers=numbers, facts=dict(facts))
 

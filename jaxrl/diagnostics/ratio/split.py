@@ -121,8 +121,9 @@ def split_log_ratio(tokens: LogRatio, *, low: float, high: float) -> dict[str, f
     delta = np.clip(alpha + beta, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     p, q = np.exp(tokens.learner), np.exp(tokens.sampler)
     up, down = tokens.advantages > 0, tokens.advantages < 0
-    above, below = up & (delta > np.log1p(high)), down & (delta < np.log1p(-low))
-    real = (up & (alpha > np.log1p(high))) | (down & (alpha < np.log1p(-low)))
+    highest, lowest = np.log1p(high), np.log1p(-low) if low < 1 else -np.inf
+    above, below = up & (delta > highest), down & (delta < lowest)
+    real = (up & (alpha > highest)) | (down & (alpha < lowest))
     phantom = (above | below) & ~real
     w = np.exp(delta)
     weights = w * tokens.advantages
