@@ -6,17 +6,25 @@ from collections.abc import Collection, Mapping
 
 import jax
 
+from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.toml_file import flatten, toml_text
 from jaxrl.config.training import Config
 from jaxrl.core import Precision
 from jaxrl.diagnostics import forward_facts
 from jaxrl.losses import Clip
-from jaxrl.models import DecoderConfig
+from jaxrl.models import DecoderConfig, Kernel
 
 NAME = "certificate.json"
 """Name of the certificate's file in a run directory."""
 
-ALWAYS = {"sampling.temperature": 1.0, "lora.rank": 0}
+ALWAYS = {
+    "sampling.temperature": 1.0,
+    "sampling.top_p": 1.0,
+    "sampling.top_k": 0,
+    "sampling.min_p": 0.0,
+    "lora.rank": 0,
+    "train.replay_routing": False,
+}
 """Keys of a run that the doctor does not have, each with the value that it measures with."""
 
 
@@ -25,18 +33,24 @@ def certified_facts(
     precision: Precision,
     *,
     model: DecoderConfig,
+    mesh: MeshConfig,
+    attention: Kernel,
     clip: Clip | None,
     keys: Mapping[str, object] = ALWAYS,
 ) -> dict[str, str]:
     """Names everything that decides how far learner and sampler may be apart, as texts: model,
-    dtype policy, versions, processor, the clip if there is one, the values of `ALWAYS` in `keys`,
-    and what the sampler says of itself (`Serving.facts`)."""
+    dtype policy, versions, processor, the learner's mesh but for the axis of whole rows, its kernel
+    of attention, the clip if there is one, the values of `ALWAYS` in `keys`, and what the sampler
+    says of itself (`Serving.facts`)."""
     architecture = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
+    cuts = mesh.model_dump(exclude={"data"})
     return {
         "model": f"{model.model_type} {architecture}",
         "device": jax.devices()[0].device_kind,
         **{name: toml_text(keys[name]) for name in ALWAYS},
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        **{f"mesh.{name}": toml_text(value) for name, value in cuts.items()},
+        "attention": attention,
         **({} if clip is None else {"clip": str(clip)}),
         **forward_facts(precision),
         **sampler,

@@ -262,4 +262,6 @@ def _embedded(
     used: Sampler = sampler
     if config.devices:
         used = OneAtATime(sampler, own.mesh.devices.flat[0])
-    return Serving(used, publish, facts=lambda: {"sampler": "embedded"})
+    cuts = {axis: size for axis, size in own.mesh.shape.items() if size > 1 and axis != "data"}
+    facts = {"sampler": "embedded", "sampler.mesh": str(cuts or "whole")}
+    return Serving(used, publish, facts=lambda: facts)

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from jaxrl.config.data import PromptConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.sampler import SamplerConfig
-from jaxrl.config.section import ClipRange, Remat, Section, Seed, Texts
+from jaxrl.config.section import Attention, ClipRange, Remat, Section, Seed, Texts
 from jaxrl.config.tables import ModelConfig
 from jaxrl.core import Precision
 from jaxrl.losses import Clip, Unit
@@ -87,6 +87,7 @@ class DoctorConfig(Section):
     """Tokens of one forward and backward pass on a data-parallel shard, as in training."""
 
     remat: Remat = "matmuls"
+    attention: Attention = "auto"
 
     out: str = "doctor"
     """Directory for doctor.json and doctor.png."""

@@ -5,7 +5,7 @@ import json
 import operator
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,6 +106,32 @@ def parse_value(schema: type[Section], name: str, text: str) -> Any:
     if str in kinds and tuple not in kinds:
         return text
     return _number(name, text)
+
+
+def arguments(config: Section, *, without: Collection[str] = ()) -> list[str]:
+    """Returns the keys of a config that have no default, or another value, as options of a command
+    line, which `parse_value` reads back."""
+    found: list[str] = []
+    for name, key in keys(type(config)).items():
+        value = functools.reduce(getattr, name.split("."), config)
+        if name in without or (not key.is_required() and value == key.default):
+            continue
+        members = value if isinstance(value, dict) else {"": value}
+        for member, one in members.items():
+            option = f"--{name}.{member}" if member else f"--{name}"
+            text = json.dumps(one, ensure_ascii=False) if member else _argument(one)
+            found += [f"{option}={text}"] if text.startswith("-") else [option, text]
+    return found
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        parts = [part if isinstance(part, str) else repr(part) for part in value]
+        apart = all("," not in part and not part.startswith("[") for part in parts)
+        return ",".join(parts) if apart else json.dumps(parts, ensure_ascii=False)
+    return _written(value)
 
 
 def flatten(config: Section) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """The check of a run against the certificate in its directory."""
 
+import shlex
 from collections.abc import Collection
 
 from jaxrl.builders.certificate import NAME, certified_facts, never_certified
-from jaxrl.builders.model import ModelFiles
+from jaxrl.builders.model import ModelFiles, choose_kernel
 from jaxrl.builders.sampler import Serving
+from jaxrl.config import toml_file
 from jaxrl.config.bucket import local_directory
-from jaxrl.config.toml_file import flatten
+from jaxrl.config.doctor import DoctorConfig, DoctorDataConfig, DoctorSamplingConfig
 from jaxrl.config.training import Config
 from jaxrl.core import read_whole
 from jaxrl.diagnostics import Certificate
 from jaxrl.losses import Clip
+from jaxrl.models import Kernel
+from jaxrl.sharding import Layout
 
 
 class CertificateError(ValueError):
@@ -18,10 +22,10 @@ class CertificateError(ValueError):
 
 
 def check_certificate(
-    config: Config, serving: Serving, *, models: ModelFiles, clips: Collection[Clip]
+    config: Config, serving: Serving, *, models: ModelFiles, layout: Layout, clips: Collection[Clip]
 ) -> str | None:
-    """Compares a run with the certificate in its directory. `clips` are the loss's; without one the
-    certificate's own is not compared.
+    """Compares a run with the certificate in its directory. `layout` is the learner's; `clips` are
+    the loss's, and without one the certificate's own is not compared.
 
     Returns:
       A line that tells what was certified; None without a certificate.
@@ -34,14 +38,21 @@ def check_certificate(
     text = read_whole(path)
     if text is None:
         return None
-    again = _advice(config, clips)
+    model = models.policy.config
+    attention = choose_kernel(config, model, layout=layout)
+    again = _advice(config, clips, attention=attention)
     try:
         certificate = Certificate.from_json(text)
     except ValueError as error:
         raise CertificateError(f"{path} cannot be read: {error}; {again}") from None
-    sampler, model = serving.facts(), models.policy.config
     facts = certified_facts(
-        sampler, config.precision, model=model, clip=min(clips, default=None), keys=flatten(config)
+        serving.facts(),
+        config.precision,
+        model=model,
+        mesh=config.mesh,
+        attention=attention,
+        clip=min(clips, default=None),
+        keys=toml_file.flatten(config),
     )
     if not clips and "clip" in certificate.facts:
         facts["clip"] = certificate.facts["clip"]
@@ -59,17 +70,31 @@ def check_certificate(
     )
 
 
-def _advice(config: Config, clips: Collection[Clip]) -> str:
+def _advice(config: Config, clips: Collection[Clip], *, attention: Kernel) -> str:
     if reasons := never_certified(config, clips):
         return f"{' and '.join(reasons)} cannot be certified: delete the file to train without"
-    sampler = "" if config.sampler.name == "embedded" else f" --sampler {config.sampler.name}"
-    if config.sampler.url:
-        sampler = f" --server {config.sampler.url[0]}"
-    clip = "".join(
-        f" --clip_range {low:.6g},{high:.6g} --clip_unit {unit}" for low, high, unit in clips
-    )
-    return (
-        f"certify again (jaxrl doctor {config.model.path} --certify --out "
-        f"{local_directory(config.run_dir)} "
-        f"--precisions {config.precision.text}{sampler}{clip}), or delete the file to train without"
-    )
+    command = certifying_command(config, clips, attention=attention)
+    return f"certify again ({command}), or delete the file to train without"
+
+
+def certifying_command(config: Config, clips: Collection[Clip], *, attention: Kernel) -> str:
+    """Returns the command line that certifies a run, with every key that its arithmetic depends on
+    and that is not the doctor's default."""
+    data = config.data.model_dump(include=set(DoctorDataConfig.model_fields))
+    tree = {
+        "model": config.model.model_dump(),
+        "data": data,
+        "sampling": config.sampling.model_dump(include=set(DoctorSamplingConfig.model_fields)),
+        "sampler": config.sampler.model_dump(),
+        "mesh": config.mesh.model_dump(),
+        "precisions": [config.precision.text],
+        "microbatch_tokens": config.train.microbatch_tokens,
+        "attention": attention,
+        "out": str(local_directory(config.run_dir)),
+    }
+    for clip in clips:
+        tree |= {"clip_range": (clip.low, clip.high), "clip_unit": clip.unit}
+    asked = toml_file.validate(DoctorConfig, tree)
+    options = toml_file.arguments(asked, without=("model.path", "precisions"))
+    given = ["--certify", "--precisions", config.precision.text]
+    return shlex.join(["jaxrl", "doctor", config.model.path, *given, *options])

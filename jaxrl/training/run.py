@@ -128,7 +128,9 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
         _open_reference(config, models, learning=learning, hosts=hosts) as learning,
     ):
         certified = hosts.on_leader(
-            lambda: check_certificate(config, serving, models=models, clips=recipe.objective.clips)
+            lambda: check_certificate(
+                config, serving, models=models, layout=layout, clips=recipe.objective.clips
+            )
         )
         source = RolloutSource(
             config=config,

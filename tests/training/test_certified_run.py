@@ -1,15 +1,22 @@
 """A run keeps to the certificate in its directory."""
 
 import json
+import shlex
 import shutil
 
 import pytest
 
+from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.sampler import Serving
 from jaxrl.cli import main
+from jaxrl.commands.doctor.command import parser
+from jaxrl.commands.options import parse_arguments
+from jaxrl.config.doctor import DoctorConfig
+from jaxrl.config.mesh import MeshConfig
 from jaxrl.sampling import NullSampler
+from jaxrl.training import certificate
 from jaxrl.training.certificate import CertificateError, check_certificate
 from tests.run_config import run_config
 from tests.training.small_runs import run, write_material
@@ -40,7 +47,7 @@ def test_run_is_held_to_its_certificate(material, tmp_path, capsys):
 
     whole = json.loads(path.read_text())
     path.write_text(json.dumps(whole | {"facts": whole["facts"] | {"jaxlib": "0.1"}}))
-    with pytest.raises(CertificateError, match=r"jaxlib was 0.1 and is .*--certify --out"):
+    with pytest.raises(CertificateError, match=r"jaxlib was 0.1 and is .*--certify --precisions"):
         run(material, directory, precision="fp32,sums=fixed", train__steps=1)
     path.write_text(json.dumps(whole | {"passed": False, "reasons": ["too far"]}))
     with pytest.raises(CertificateError, match=r"was not passed: too far. Change precision"):
@@ -68,9 +75,11 @@ def held(material, tmp_path_factory):
 
     def check(**changes) -> str | None:
         config = run_config(material, run_dir=directory, **changes)
-        serving = Serving(NullSampler(), lambda *_, **__: {}, facts=lambda: {"sampler": "embedded"})
-        clips = make_recipe(config).objective.clips
-        return check_certificate(config, serving, models=find_models(config), clips=clips)
+        facts = {"sampler": "embedded", "sampler.mesh": "whole"}
+        serving = Serving(NullSampler(), lambda *_, **__: {}, facts=lambda: facts)
+        layout, clips = make_layout(MeshConfig()), make_recipe(config).objective.clips
+        models = find_models(config)
+        return check_certificate(config, serving, models=models, layout=layout, clips=clips)
 
     return check
 
@@ -80,13 +89,58 @@ def test_certificate_is_for_the_clip_of_the_loss(held):
         assert "as certified" in held(loss__name=name)
     # With the anchor below it, the ratio does not contain the mismatch.
     assert "as certified" in held(loss__name="grpo", loss__ratio="over_anchor")
-    with pytest.raises(
-        CertificateError,
-        match=r"clip was 0.8 to 1.28 and is 0.8 to 1.2; .*"
-        r"--clip_range 0.2,0.2 --clip_unit token\)",
-    ):
+    with pytest.raises(CertificateError, match=r"clip was 0.8 to 1.28 and is 0.8 to 1.2; .*"):
         held(loss__name="grpo")
     with pytest.raises(CertificateError, match=r"is 0.9997 to 1.0004, mean of a sequence; .* mean"):
         held(loss__name="gspo")
     with pytest.raises(CertificateError, match=r"is 0.67032 to 1.49182; "):
         held(loss__name="gmpo")
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("sampling.top_p", 0.9, "sampling.top_p was 1.0 and is 0.9; .* cannot be certified"),
+        ("train.replay_routing", True, "train.replay_routing was false and is true; .* cannot be"),
+        ("sampling.temperature", 0.5, "sampling.temperature was 1.0 and is 0.5; .* cannot be"),
+        ("mesh.tensor", 2, r"mesh.tensor was 1 and is 2; certify again .* --mesh.tensor 2"),
+        ("mesh.parameters", "vocab=", r"mesh.parameters was .* --mesh.parameters vocab="),
+    ],
+)
+def test_certificate_is_for_what_the_doctor_measured(held, key, given, expected):
+    with pytest.raises(CertificateError, match=expected):
+        held(loss__name="dapo", **{key: given})
+
+
+def test_kernel_of_attention_is_a_fact(held, monkeypatch):
+    monkeypatch.setattr(certificate, "choose_kernel", lambda *_, **__: "splash")
+    with pytest.raises(CertificateError, match=r"attention was xla and is splash; .* splash"):
+        held(loss__name="dapo")
+
+
+def test_the_advised_command_certifies_the_run(material, tmp_path):
+    """Whatever of the run's keys its arithmetic depends on, the command names it."""
+    servers = {
+        "sampler.name": "vllm",
+        "sampler.device": "cuda",
+        "sampler.vllm_args": '["--block-size=32", "--hf-overrides={\\"a\\": 1, \\"b\\": 2}"]',
+        "data.template_kwargs.enable_thinking": "false",
+        "data.prompt_format": "two words: {prompt}",
+        "mesh.fsdp": 2,
+        "loss.name": "gspo",
+        "precision": "bf16_master,logits=f32",
+    }
+    urls = {"sampler.name": "vllm", "sampler.url": "http://a:1,http://b:2", "loss.clip_low": 0.1}
+    for changes in (servers, urls, {"sampler.devices": 2, "loss.name": "gmpo"}):
+        config = run_config(material, run_dir=tmp_path, **changes)
+        clips = make_recipe(config).objective.clips
+        command = shlex.split(certificate.certifying_command(config, clips, attention="xla"))
+        assert command[:2] == ["jaxrl", "doctor"]
+        found, given = parse_arguments(parser(), DoctorConfig, command[2:])
+        assert given.certify
+        assert found.sampler == config.sampler
+        assert found.mesh == config.mesh
+        assert found.precisions == (config.precision.text,)
+        assert found.data.model_dump().items() <= config.data.model_dump().items()
+        assert {found.clip} == clips
+        assert found.out == str(tmp_path)

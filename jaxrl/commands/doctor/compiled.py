@@ -92,6 +92,7 @@ def planned(config: DoctorConfig, precision: Precision) -> PlanConfig:
             "group_size": config.completions,
             "microbatch_tokens": config.microbatch_tokens,
             "remat": config.remat,
+            "attention": config.attention,
         },
         "mesh": config.mesh.model_dump(),
     }

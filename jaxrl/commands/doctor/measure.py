@@ -47,10 +47,11 @@ from jaxrl.environments import as_rollout
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import Learner, make_learner
 from jaxrl.losses import grpo
-from jaxrl.models import Model, Params, sequence_alignment
+from jaxrl.models import Model, Params, choose_kernel, sequence_alignment
 from jaxrl.sampling import SamplingParams
 from jaxrl.sharding import Layout
 
+_TPU_LANES = 128  # tokens; a part of a row that is no multiple has no kernel of its own
 _ENGINES = {"embedded": "embedded", "vllm": "vLLM", "vllm_tpu": "vLLM's TPU engine"}
 
 
@@ -176,7 +177,11 @@ def load_inputs(config: DoctorConfig) -> Inputs:
         found = load_prompts(config.data, checkpoint.tokenizer, rows=rows, limit=config.prompts)
         prompts = [example.tokens for example in found.examples]
     model, params = load_model(
-        checkpoint, layout=layout, dtype=np.dtype(np.float32), remat=config.remat
+        checkpoint,
+        layout=layout,
+        dtype=np.dtype(np.float32),
+        remat=config.remat,
+        attention=config.attention,
     )
     return Inputs(config, checkpoint, model, params, layout, prompts, sampling)
 
@@ -207,7 +212,7 @@ def sample(
         rollouts = [
             as_rollout(c, inputs.prompts[c.prompt_index], group=c.prompt_index) for c in ordered
         ]
-        longest = max(r.length for r in rollouts)
+        longest = _row_length(inputs, longest=max(r.length for r in rollouts))
         per_microbatch = max(1, config.microbatch_tokens // longest) * layout.count("batch")
         signs = [1.0, -1.0] * len(rollouts)  # only the timed step reads them
         shape = MinibatchShape(
@@ -273,9 +278,27 @@ def _measure(
             _step_times(learner, params, samples=samples, count=config.timed_steps)
         )
     facts = certified_facts(
-        samples.facts, precision, model=inputs.checkpoint.config, clip=config.clip
+        samples.facts,
+        precision,
+        model=inputs.checkpoint.config,
+        mesh=config.mesh,
+        attention=choose_kernel(
+            config.attention,
+            layout=inputs.layout,
+            config=inputs.model.config,
+            precision=precision,
+            length=samples.shape.row_length,
+        ),
+        clip=config.clip,
     )
     return Measurement(name, sampler, numbers, tokens, facts)
+
+
+def _row_length(inputs: Inputs, *, longest: int) -> int:
+    """Returns the length of rows that the devices can divide, and that a TPU's kernel can read."""
+    platform = inputs.layout.mesh.devices.flat[0].platform
+    multiple = inputs.config.mesh.row_shards * (_TPU_LANES if platform == "tpu" else 1)
+    return -(-longest // multiple) * multiple
 
 
 def _step_times(learner: Learner, params: Any, *, samples: Samples, count: int) -> Iterator[float]:
