@@ -44,6 +44,15 @@ def test_one_role_is_one_part():
     assert head["head_std"] == pytest.approx(head["whole_std"], rel=1e-6)
 
 
+def test_operands_of_8_bits_are_a_part():
+    """Of a server that has them while the learner has none."""
+    found = attributed(tiny.CONFIG, "fp32", served="fp32,blocks=int8")
+    numbers = found.numbers()
+    assert numbers["whole_std"] > 1e-3
+    assert numbers["blocks_share"] == pytest.approx(1, abs=1e-6)
+    assert numbers["rest_std"] < 1e-3 * numbers["whole_std"]
+
+
 def test_narrow_learner_is_refused():
     with pytest.raises(ValueError, match="compute = float16 does not hold the sampler's bfloat16"):
         attributed(tiny.CONFIG, "fp16_master,sampler=bf16")

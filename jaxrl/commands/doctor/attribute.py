@@ -16,6 +16,7 @@ from jaxrl.diagnostics import MODULES, Attribution, attribute
 _WORST = 5  # tokens
 _ROWS = MODULES | {
     "weights": "parameters, rounded to wire and sampler",
+    "blocks": "operands of 8 bits, in the sampler alone",
     "router": "the choice of other experts",
     "rest": "roundings outside of these",
     "engine": "shadow - sampler: the order of additions, and another program",

@@ -2,7 +2,8 @@
 
 The learner scores the same tokens several times. Each time one module hands on its results rounded
 as the sampler rounds them, and all others stay as the learner computes them. What this changes is
-the module's part. Every rounding of the sampler belongs to one module.
+the module's part. Every rounding of the sampler belongs to one module, and operands of 8 bits, if
+the sampler alone has them, are a part of their own.
 
 The parts add up in their variances, and not token by token: a rounding error depends on the last
 bits of a number, so with another module rounded, too, a module makes other errors of the same size.
@@ -64,8 +65,9 @@ class Attribution(NamedTuple):
     """Beta of M action tokens by part, f64[M] each, in nats.
 
     `parts` are the `MODULES`; "weights", their rounding; "rest", what the sampler rounds outside of
-    the modules; and of a mixture of experts "router", the choice of other experts than the
-    learner's, with which all other parts are computed.
+    the modules; "blocks", operands of 8 bits, if the sampler alone has them; and of a mixture of
+    experts "router", the choice of other experts than the learner's, with which all other parts are
+    computed.
     """
 
     parts: dict[str, np.ndarray]
@@ -135,10 +137,10 @@ def attribute(
     if model.hidden_routed is not None:
         route = make_forward(functools.partial(_experts, model, precision=own), precision=own)
         fixed = replace(free, batch=replace(bare, experts=jit(route)(params, free)))
-    given = {f.name: getattr(own, f.name) for f in fields(Precision) if f.init}
+    given: dict[str, Any] = {f.name: getattr(own, f.name) for f in fields(Precision) if f.init}
 
-    def narrowed(*modules: str) -> np.ndarray:
-        mixed = _Narrowed(**given, to=to, modules=frozenset(modules))
+    def narrowed(*modules: str, **changes: Any) -> np.ndarray:
+        mixed = _Narrowed(**given | changes, to=to, modules=frozenset(modules))
         return score(weights, fixed, mixed)
 
     learner, shadow = score(params, fixed, own), score(weights, free, to)
@@ -149,7 +151,11 @@ def attribute(
         apart = cached - narrowed("cache", module) if module == "softmax" else None
         parts[module] = plain - narrowed(module) if apart is None else apart
     replayed = shadow if model.hidden_routed is None else score(weights, fixed, to)
-    parts["rest"] = narrowed(*MODULES) - replayed
+    differs = Precision.of(served or precision).blocks != own.blocks
+    blocks = {"blocks": to.blocks} if differs else {}
+    if blocks:
+        parts["blocks"] = plain - narrowed(**blocks)
+    parts["rest"] = narrowed(*MODULES, **blocks) - replayed
     if model.hidden_routed is not None:
         parts["router"] = replayed - shadow
     recorded = sampled[mask].astype(np.float64)
