@@ -214,7 +214,7 @@ def _open_client(
             listed=needs.servers,
             connect=connect,
         )
-        facts = functools.partial(_facts_of_servers, named)
+        facts = functools.partial(facts_of_servers, named)
         sleep = functools.partial(_sleep, named, config) if config.sleep else lambda: None
         score = None if stock else client.score
         yield Serving(client, publish, score, facts, sleep, Connection(kind, urls, settings))
@@ -225,7 +225,7 @@ def _sleep(servers: Sequence[VllmServer], config: SamplerConfig) -> None:
         server.sleep(in_flight=config.in_flight)
 
 
-def _facts_of_servers(named: Sequence[VllmServer]) -> dict[str, str]:
+def facts_of_servers(named: Sequence[VllmServer]) -> dict[str, str]:
     """Joins the facts of several servers; where they differ, each value is named."""
     found = [server.facts() for server in named]
     names = dict.fromkeys(name for one in found for name in one)

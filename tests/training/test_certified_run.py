@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 
+from jaxrl.bridge import VllmServer
+from jaxrl.builders.certificate import NAME
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
 from jaxrl.builders.recipe import make_recipe
-from jaxrl.builders.sampler import Serving
+from jaxrl.builders.sampler import Serving, facts_of_servers
 from jaxrl.cli import main
 from jaxrl.commands.doctor.command import parser
 from jaxrl.commands.options import parse_arguments
@@ -19,6 +21,7 @@ from jaxrl.sampling import NullSampler
 from jaxrl.training import certificate
 from jaxrl.training.certificate import CertificateError, check_certificate
 from tests.run_config import run_config
+from tests.training.json_server import JsonHandler, serving
 from tests.training.small_runs import run, write_material
 
 
@@ -67,20 +70,23 @@ def test_mismatch_does_not_pass(material, tmp_path, capsys):
     assert "--certify takes one" in capsys.readouterr().err
 
 
+EMBEDDED = {"sampler": "embedded", "sampler.mesh": "whole"}
+
+
 @pytest.fixture(scope="module")
 def held(material, tmp_path_factory):
     """Holds a run with other keys to a certificate of clip_range .2,.28."""
     directory = tmp_path_factory.mktemp("held")
     assert certified(material, directory, "fp32", clip_range="0.2,0.28") == 0
 
-    def check(**changes) -> str | None:
-        config = run_config(material, run_dir=directory, **changes)
-        facts = {"sampler": "embedded", "sampler.mesh": "whole"}
+    def check(run_dir=directory, facts=EMBEDDED, **changes) -> str | None:
+        config = run_config(material, run_dir=run_dir, **changes)
         serving = Serving(NullSampler(), lambda *_, **__: {}, facts=lambda: facts)
         layout, clips = make_layout(MeshConfig()), make_recipe(config).objective.clips
         models = find_models(config)
         return check_certificate(config, serving, models=models, layout=layout, clips=clips)
 
+    check.certificate = directory / NAME
     return check
 
 
@@ -144,3 +150,33 @@ def test_the_advised_command_certifies_the_run(material, tmp_path):
         assert found.data.model_dump().items() <= config.data.model_dump().items()
         assert {found.clip} == clips
         assert found.out == str(tmp_path)
+
+
+class Stated(JsonHandler):
+    """A server that lists its settings."""
+
+    cache = "auto"
+
+    def get(self) -> None:
+        cache = {"cache_dtype": self.cache}
+        tables = {"model_config": {"dtype": "torch.bfloat16"}, "cache_config": cache}
+        version = {"version": "0.32.0"}
+        self.answer(version if self.path == "/version" else {"vllm_config": tables})
+
+
+class Narrow(Stated):
+    cache = "fp8"
+
+
+def test_run_is_held_to_all_of_its_servers(held, tmp_path):
+    path = tmp_path / NAME
+    with serving(Stated) as one, serving(Stated) as other, serving(Narrow) as narrow:
+        servers = {url: VllmServer(url) for url in (one, other, narrow)}
+        alike = facts_of_servers([servers[one], servers[other]])
+        whole = json.loads(held.certificate.read_text())
+        whole["facts"] = {k: v for k, v in whole["facts"].items() if k not in EMBEDDED} | alike
+        path.write_text(json.dumps(whole))
+        assert "as certified" in held(tmp_path, alike, loss__name="dapo")
+        mixed = facts_of_servers([servers[one], servers[narrow]])
+    with pytest.raises(CertificateError, match="cache_dtype was auto and is auto and fp8; certify"):
+        held(tmp_path, mixed, loss__name="dapo")

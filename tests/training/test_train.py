@@ -139,6 +139,7 @@ def test_run_leaves_model_metrics_picture_and_checkpoint(finished):
     last = next(e for e in entries if e["step"] == 2 and "reward" in e)
     assert abs(last["probe/beta_std"]) < 1e-6  # the same numbers on both sides
     assert last["probe/phantom"] == 0
+    assert "probe/drift" not in last
     for name in (
         "mismatch/k3_kl",
         "probe/alpha_std",
@@ -353,6 +354,7 @@ def test_mismatched_precision_is_reported_and_measured(material, tmp_path, capsy
     assert "devices: 1 x cpu, attention by xla" in said
     (entry,) = [e for e in read_metrics(tmp_path / "run/metrics.jsonl") if "reward" in e]
     assert entry["probe/beta_std"] > 1e-4
+    assert 0 < entry["probe/drift"] < 1  # of a gradient that is not 0
     assert entry["mismatch/token_mult_error"] > 1
 
 
