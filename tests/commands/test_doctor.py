@@ -1,11 +1,14 @@
 """The doctor's measurements and advice; fp32 agrees with itself."""
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.cli import main
+from jaxrl.commands.doctor.attribute import server_settings
 from jaxrl.commands.doctor.compiled import learner_policy, planned
 from jaxrl.commands.doctor.text import Measurement, recommend, table
 from jaxrl.config import toml_file
@@ -75,6 +78,25 @@ def test_list_of_precisions_may_change_roles():
     assert found == ("fp32", "bf16_master,logits=bf16,wire=f32")
     with pytest.raises(toml_file.ConfigError, match="no preset 'fp17'"):
         toml_file.load(DoctorConfig, overrides=[("model.path", "m"), ("precisions", "fp17")])
+
+
+def test_settings_of_the_server_remove_parts():
+    """Those that differ from the learner's, each with the parts that it removes."""
+    parts = {"weights": 0.1, "products": 0.2, "cache": 0.1, "head": 0.35, "blocks": 0.25}
+    shares = {f"{name}_share": share for name, share in parts.items()}
+    own = Precision.parse("fp32,wire=bf16,sampler=bf16")
+    served = dataclasses.replace(own, logits=jnp.dtype(jnp.bfloat16), blocks="int8")
+    lines = [line.split("  ") for line in server_settings(shares, own, served).splitlines()]
+    found = {line[0]: [text.strip() for text in line[1:] if text] for line in lines[1:]}
+    assert found == {
+        "--logits f32": ["head", "35.0 %"],
+        "--blocks none": ["blocks", "25.0 %"],
+        "--dtype f32": ["weights, products, cache", "40.0 %"],
+    }
+    alike = Precision.parse("fp32")
+    assert "none of its settings" in server_settings(shares, alike, alike)
+    head = dataclasses.replace(alike, logits=jnp.dtype(jnp.bfloat16))
+    assert "--dtype" not in server_settings(shares, alike, head)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl.commands.doctor.measure import both_policies, load_inputs, only_precision, sample
 from jaxrl.commands.doctor.text import columns
 from jaxrl.config.doctor import DoctorConfig
-from jaxrl.core import cast
+from jaxrl.core import Precision, cast, short_name
 from jaxrl.data import Tokenizer
 from jaxrl.diagnostics import MODULES, Attribution, attribute
 
@@ -53,7 +53,10 @@ def show_parts(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     path = Path(config.out, "attribution.json")
     path.write_text(json.dumps({"precision": name, **numbers}, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: beta of {len(found.whole)} tokens, learner - shadow\n")
-    print(_table(found, numbers), _worst(found, inputs.checkpoint.tokenizer), path, sep="\n\n")
+    texts = [_table(found, numbers)]
+    if config.sampler.name == "vllm":
+        texts += [server_settings(numbers, precisions[name], served[name])]
+    print(*texts, _worst(found, inputs.checkpoint.tokenizer), path, sep="\n\n")
     return 0
 
 
@@ -73,6 +76,29 @@ def _table(found: Attribution, numbers: dict[str, float]) -> str:
     width = max(map(len, table))
     both = zip(table, texts, strict=True)
     return "\n".join(f"{row.ljust(width)}  {text}".rstrip() for row, text in both)
+
+
+def server_settings(numbers: dict[str, float], own: Precision, served: Precision) -> str:
+    """Formats a table of the settings of a vLLM server that remove parts of beta, as options of
+    `jaxrl serve`, with the learner's values."""
+    parts = [name.removesuffix("_share") for name in numbers if name.endswith("_share")]
+    apart = {"head": f"--logits {short_name(own.logits)}", "blocks": f"--blocks {own.blocks}"}
+    by_dtype = [part for part in parts if part not in apart]
+    rows = [(apart[part], [part]) for part in apart if part in parts]
+    rows.append((f"--dtype {short_name(own.compute)}", by_dtype))
+    unequal = {
+        "--logits": own.logits != served.logits,
+        "--blocks": own.blocks != served.blocks,
+        "--dtype": (own.compute, own.activations) != (served.sampler, served.sampler),
+    }
+    lines = [["setting of the server", "removes", "share of variance"]]
+    for setting, removed in rows:
+        if unequal[setting.partition(" ")[0]]:
+            share = sum(numbers[f"{part}_share"] for part in removed)
+            lines.append([setting, ", ".join(removed), f"{100 * share:.1f} %"])
+    if len(lines) == 1:
+        return "The server computes in the learner's dtypes: none of its settings removes a part."
+    return columns(lines, left=2)
 
 
 def _moments(numbers: dict[str, float], part: str) -> list[str]:
