@@ -263,6 +263,19 @@ def refuse_pickles(directory: Path) -> None:
         )
 
 
+def finite_cast(value: np.ndarray, dtype: DType, *, name: str) -> np.ndarray:
+    """Casts to `dtype`; raises ValueError, which begins with `name`, if a finite value becomes
+    infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = value.astype(dtype, copy=False)
+    # numpy reports no overflow of casts from and to bf16, which has the range of f32.
+    if jnp.finfo(out.dtype).maxexp < jnp.finfo(value.dtype).maxexp and (
+        np.count_nonzero(np.isinf(out)) > np.count_nonzero(np.isinf(value))
+    ):
+        raise ValueError(f"{name} has values that are infinite in {out.dtype}")
+    return out
+
+
 def read_parameter(
     one: ParamSpec, tensors: Mapping[str, Tensor], *, dtype: DType | None
 ) -> np.ndarray:
@@ -274,16 +287,9 @@ def read_parameter(
         part = tensors[name].read(shape=one.tensor_shape)
         if out is None:
             out = np.empty((len(names), *one.shape[one.stacked :]), dtype or part.dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if dtype is None:
-                out = out.astype(jnp.promote_types(out.dtype, part.dtype), copy=False)
-            out[i] = one.swap(part)
-        # numpy reports no overflow of casts from and to bf16, which has the range of f32.
-        if jnp.finfo(out.dtype).maxexp < jnp.finfo(part.dtype).maxexp and (
-            np.count_nonzero(np.isinf(out[i])) > np.count_nonzero(np.isinf(part))
-        ):
-            raise ValueError(
-                f"{tensors[name].path}: tensor {name!r} has values that are infinite in {out.dtype}"
-            )
+        if dtype is None:
+            out = out.astype(jnp.promote_types(out.dtype, part.dtype), copy=False)
+        where = f"{tensors[name].path}: tensor {name!r}"
+        out[i] = finite_cast(one.swap(part), out.dtype, name=where)
     assert out is not None  # a decoder has at least one layer
     return out.reshape(one.shape)

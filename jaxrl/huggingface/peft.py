@@ -10,6 +10,7 @@ from flax import traverse_util
 from jaxrl.core.precision import DType
 from jaxrl.huggingface.files import (
     excerpt,
+    finite_cast,
     open_tensors,
     read_object,
     read_parameter,
@@ -50,13 +51,16 @@ def save_adapter(
       specs: specs of the adapters and the model.
       base: directory or hub id of the base model.
       dtype: dtype to cast tensors to.
+
+    Raises:
+      ValueError: if a finite value of a parameter, which the message names, is infinite in `dtype`.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     given = traverse_util.flatten_dict(adapters, sep="/")
     tensors: dict[str, np.ndarray] = {}
     for path, one in spec.flatten(specs.adapters).items():
-        value = np.asarray(given[path]).astype(dtype)
+        value = finite_cast(np.asarray(given[path]), dtype, name=f"parameter {path!r}")
         parts = value if one.stacked else [value]
         tensors |= {n: np.ascontiguousarray(x) for n, x in zip(one.hf_names(), parts, strict=True)}
     write_tensors(directory / _TENSORS, tensors)

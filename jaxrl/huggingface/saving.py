@@ -15,7 +15,7 @@ from jaxrl.core.precision import DType
 from jaxrl.huggingface import eight_bits
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.huggingface.config import convert
-from jaxrl.huggingface.files import INDEX, SINGLE, write_json, write_tensors
+from jaxrl.huggingface.files import INDEX, SINGLE, finite_cast, write_json, write_tensors
 from jaxrl.huggingface.tokenizer import copy_processor, copy_tokenizer, write_end_ids
 from jaxrl.huggingface.unused import unused_tensors, with_unused
 from jaxrl.models import spec
@@ -50,9 +50,10 @@ def save(
         an index.
 
     Raises:
-      ValueError: if `params` do not fit `config`; the message names the parameter. Also if `blocks`
-        does not fit it, the model is wrapped and `source` does not have it, or if `source` has
-        unused tensors and is in `directory` itself.
+      ValueError: if `params` do not fit `config`, or have finite values that are infinite in
+        `dtype`; the message names the parameter. Also if `blocks` does not fit it, the model is
+        wrapped and `source` does not have it, or if `source` has unused tensors and is in
+        `directory` itself.
     """
     save_tensors(
         directory,
@@ -178,7 +179,9 @@ def _tensors(
             raise ValueError(
                 f"parameter {path!r} has shape {given[path].shape}, expected {one.shape}"
             )
-        value = np.asarray(given[path]).astype(dtype_of(path, dtype))
+        value = finite_cast(
+            np.asarray(given[path]), dtype_of(path, dtype), name=f"parameter {path!r}"
+        )
         value = one.swap(value).reshape(-1, *one.tensor_shape)
         for name, tensor in zip(one.hf_names(), value, strict=True):
             yield name, np.ascontiguousarray(tensor)

@@ -36,6 +36,14 @@ def test_unrepresentable_values_are_named(stored, factor, dtype, directory):
         huggingface.load(directory, dtype=jnp.dtype(dtype))
 
 
+def test_an_export_makes_nothing_infinite(tmp_path):
+    params = tiny.params()
+    params["layers"]["q"] = params["layers"]["q"].at[1, 0].set(7e4)
+    huggingface.save(tmp_path, params, tiny.CONFIG, dtype=jnp.dtype("bfloat16"))
+    with pytest.raises(ValueError, match="'layers/q' has values that are infinite in float16"):
+        huggingface.save(tmp_path, params, tiny.CONFIG, dtype=jnp.dtype("float16"))
+
+
 def test_layers_of_two_dtypes_keep_the_wider_one(directory):
     narrow = change(directory, FIRST, dtype=jnp.bfloat16)
     wide = load_file(directory / SINGLE)[SECOND]
