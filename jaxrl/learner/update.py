@@ -125,7 +125,13 @@ def make_update(
         if lora.computes_merged(precision):
             grads = lora.of_adapters(state.params, grads)
         state, own = apply(state, grads)
-        return state, metrics | {"loss": Mean(value, denominator)} | own
+        own["loss"] = Mean(value, denominator)
+        if taken := sorted(metrics.keys() & own.keys()):
+            raise ValueError(
+                f"the loss has metrics {', '.join(map(repr, taken))}, which are names of the "
+                "learner's own; give them other names"
+            )
+        return state, metrics | own
 
     def apply(state: LearnerState, grads: Any) -> tuple[LearnerState, Metrics]:
         grad_norm = optax.tree.norm(grads)

@@ -11,11 +11,11 @@ import pytest
 
 from jaxrl.core.batch import Minibatch
 from jaxrl.core.loss_scale import LossScale, LossScaleSpec, dynamic_loss_scale
-from jaxrl.core.metrics import to_floats
+from jaxrl.core.metrics import Mean, to_floats
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import PRESETS, Precision
 from jaxrl.learner.policy import Learner, LearnerState, make_learner
-from jaxrl.learner.update import applied_steps
+from jaxrl.learner.update import applied_steps, make_update
 from jaxrl.losses import (
     clipped,
     grpo,
@@ -315,6 +315,16 @@ def test_half_precision_gradients_agree_with_f32(name, rtol):
     exact = gradient(learner(recipe=NO_CLIP), batch)
     precision = dataclasses.replace(PRESETS[name], loss_scale=LossScaleSpec(initial=2.0**8))
     assert_close(gradient(learner(recipe=NO_CLIP, precision=precision), batch), exact, rtol=rtol)
+
+
+def test_a_loss_cannot_replace_the_learners_metrics():
+    def total(params, rows):
+        return jnp.float32(0), {"grad_norm": Mean(jnp.float32(0), jnp.float32(1))}
+
+    update = make_update(optimizer=optax.sgd(1.0), precision=FP32)
+    state, batch = update.init(tiny.params()), minibatch(rows_per_microbatch=16)
+    with pytest.raises(ValueError, match="metrics 'grad_norm', which are names of the learner's"):
+        update.step(state, batch, total, denominator=jnp.float32(1))
 
 
 def test_state_keeps_the_dtypes_of_the_policy():
