@@ -92,10 +92,13 @@ def add_teacher(
     teacher = [r.teacher for r in rollouts if r.teacher is not None]
     if not teacher:
         return advantages, {}
-    masks = [r.action_mask for r in rollouts]
-    ratios = log_ratios(teacher, [r.logprobs for r in rollouts], masks)
-    chosen = max(1, sum(int(mask.sum()) for mask in masks))
-    numbers = {"kl/teacher": -sum(float(one.sum()) for one in ratios) / chosen}
+    sampler, masks = [r.logprobs for r in rollouts], [r.action_mask for r in rollouts]
+    ratios = log_ratios(teacher, sampler, masks)
+    known = sum(
+        int(np.count_nonzero(mask & ~np.isnan(t + s)))
+        for mask, t, s in zip(masks, teacher, sampler, strict=True)
+    )
+    numbers = {"kl/teacher": -sum(float(one.sum()) for one in ratios) / max(1, known)}
     return with_log_ratios(advantages, ratios, weight=config.model_weight), numbers
 
 

@@ -8,6 +8,7 @@ import pytest
 from jaxrl import train
 from jaxrl.advantages import lambda_returns
 from jaxrl.config import toml_file
+from jaxrl.config.reward import RewardConfig
 from jaxrl.config.training import Config
 from jaxrl.losses.regularizers import k1, k2, k3
 from jaxrl.tracking.tracker import read_metrics
@@ -90,6 +91,18 @@ def test_outcomes_hold_penalties_and_components():
     }
     for tokens, reward, r in zip(known.token_rewards(), known.rewards, rollouts, strict=True):
         assert tokens.sum() == pytest.approx(reward if r.action_mask.any() else 0.0)
+
+
+def test_teachers_kl_is_a_mean_over_tokens_that_both_scored():
+    rollout = tiny.rollouts(1)[0]._replace(
+        completion=np.arange(4),
+        action_mask=np.array([True, True, True, False]),
+        logprobs=np.array([-1.0, np.nan, -2.0, -3.0]),
+        teacher=np.array([-2.0, -1.0, -1.5, -9.0]),
+    )
+    (advantages,), numbers = outcomes.add_teacher(RewardConfig(), [rollout], np.array([0.25]))
+    np.testing.assert_allclose(advantages, [-0.75, 0.25, 0.75, 0.25])
+    assert numbers == {"kl/teacher": pytest.approx((1.0 - 0.5) / 2)}
 
 
 def test_critic_tokens_pay_own_kl_penalty():
