@@ -57,6 +57,12 @@ class RewardConfig(Section):
         """True if `model` is the address of a server, not a directory."""
         return self.model is not None and is_http_address(self.model)
 
+    @property
+    def nothing_counts(self) -> bool:
+        """True if all weights are 0 and nothing else changes the reward."""
+        shaped = self.kl or self.overlong_buffer
+        return bool(self.weights) and not any(self.weights) and not shaped
+
     def _contradictions(self) -> Iterator[str]:
         parts = len(self.path) + (self.model is not None)
         if self.weights and len(self.weights) != parts:

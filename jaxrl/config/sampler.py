@@ -43,6 +43,31 @@ class SamplingConfig(Section):
         """True if top_p, top_k or min_p drops tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    def conflicts(self, sampler: "SamplerConfig", *, replay: bool) -> Iterator[str]:
+        """Describes each key that the run's sampler cannot follow, or not with `probe.replay`."""
+        if self.temperature < 0.01 and sampler.name != "embedded":
+            yield (
+                f"sampling.temperature = {self.temperature:g} and sampler.name = {sampler.name!r}: "
+                "vLLM samples at .01 instead of a lower temperature, and its log-probs would be of "
+                "another distribution than the learner's; raise it to 0.01 or more"
+            )
+        if not self.truncated:
+            return
+        key = "sampling.top_p, top_k or min_p"
+        records = f"{key} needs a sampler that reports the tokens it keeps, which"
+        if sampler.name == "vllm_tpu":
+            yield f"{records} sampler.name = 'vllm_tpu' does not; leave it out"
+        if sampler.name == "vllm" and not sampler.url and sampler.device == "cpu":
+            yield (
+                f"{records} vLLM's CPU build cannot (its newer model runner needs Triton); set "
+                "sampler.device = 'cuda' or sampler.name = 'embedded', or leave it out"
+            )
+        if replay:
+            yield (
+                f"probe.replay and {key}: vLLM scores given tokens only over the whole vocabulary; "
+                "leave one of the two out"
+            )
+
 
 class ServerConfig(Section):
     """A vLLM server on this machine."""

@@ -251,6 +251,11 @@ def _algorithm(c: Config) -> Iterator[str]:
             "data.eval_path needs a function in reward.path that decides which completions are "
             "correct; with weight 0 in reward.weights it is logged but not trained on"
         )
+    if c.reward.nothing_counts and c.environment.name is None:
+        yield (
+            f"reward.weights = {[*c.reward.weights]} gives no completion a reward, so nothing "
+            "would be learnt; give one part another weight"
+        )
     if c.critic.trunk == "shared" and c.lora.rank:
         yield (
             f"critic.trunk = 'shared' would train the trunk that lora.rank = {c.lora.rank} keeps "
@@ -296,8 +301,7 @@ def _sampling(c: Config) -> Iterator[str]:
             "train.replay_routing needs a sampler that reports the experts of each token, and "
             "sampler.name = 'vllm_tpu' serves only models without experts; leave it out"
         )
-    if c.sampling.truncated:
-        yield from _truncation(c)
+    yield from c.sampling.conflicts(c.sampler, replay=c.probe.replay)
     if c.precision.latent == "sampler" and c.sampler.name != "embedded":
         yield (
             f"precision = {c.precision.text!r}: latent=sampler applies to sampler.name = "
@@ -312,23 +316,6 @@ def _sampling(c: Config) -> Iterator[str]:
         yield (
             f"probe.replay and sampling.temperature = {c.sampling.temperature:g}: vLLM scores "
             "given tokens only at a temperature of 1; leave one of the two out"
-        )
-
-
-def _truncation(c: Config) -> Iterator[str]:
-    key = "sampling.top_p, top_k or min_p"
-    records = f"{key} needs a sampler that reports the tokens it keeps, which"
-    if c.sampler.name == "vllm_tpu":
-        yield f"{records} sampler.name = 'vllm_tpu' does not; leave it out"
-    if c.sampler.name == "vllm" and not c.sampler.url and c.sampler.device == "cpu":
-        yield (
-            f"{records} vLLM's CPU build cannot (its newer model runner needs Triton); set "
-            "sampler.device = 'cuda' or sampler.name = 'embedded', or leave it out"
-        )
-    if c.probe.replay:
-        yield (
-            f"probe.replay and {key}: vLLM scores given tokens only over the whole vocabulary; "
-            "leave one of the two out"
         )
 
 

@@ -131,6 +131,11 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"train__row_length": 100}, "data.max_prompt_tokens + sampling.max_tokens = 1024"),
         ({"train__microbatch_tokens": 1000}, "raise it to a multiple of 1024"),
         ({"reward__weights": [1, 2]}, "2 numbers for 1 functions in reward.path"),
+        ({"reward__weights": [0]}, "gives no completion a reward, so nothing would be learnt"),
+        (
+            {"sampler__name": "vllm", "sampling__temperature": 0.001},
+            "sampling.temperature = 0.001 and sampler.name = 'vllm': vLLM samples at .01",
+        ),
         ({"optimizer__warmup_steps": 100}, "the run's 100 optimizer steps"),
         (
             {"precision": "bf16_master,moments=bf16", "optimizer__betas": [0.9, 0.999]},
