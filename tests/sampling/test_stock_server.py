@@ -1,4 +1,4 @@
-"""A vLLM server without jaxrl's plugin: adapters through its own routes, its base checked."""
+"""A vLLM server without jaxrl's plugin: adapters by its own routes, its base and head checked."""
 
 import dataclasses
 import functools
@@ -24,8 +24,9 @@ from jaxrl.bridge.servers.routes import ControlError
 from jaxrl.bridge.servers.stock import StockServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
-from jaxrl.builders.stock_servers import all_stock, make_base_check
+from jaxrl.builders.stock_servers import all_stock, check_head, make_base_check, rounds_logits
 from jaxrl.builders.weight_sync import WeightRoute
+from jaxrl.core.precision import parse, short_name
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.models import lora
 from jaxrl.models.model import decoder
@@ -310,3 +311,29 @@ def test_servers_are_of_one_kind() -> None:
         all_stock(servers(True, None, False), adapters=True)
     assert all_stock(servers(True, None), adapters=True)
     assert not all_stock(servers(False, None), adapters=False)
+
+
+@pytest.mark.parametrize(("short", "preset"), [("bf16", "bf16_master"), ("f16", "fp16_master")])
+def test_a_head_in_another_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str, preset: str
+) -> None:
+    """Log-probs of tokens of random logits, which the head rounds or does not."""
+    scores = 3 * np.random.default_rng(1).standard_normal((32, 64)).astype(np.float32)
+    params = lora.Adapted({}, tiny.params(config=SERVED), 1.0)
+    f32, rounded = (parse(f"{preset},logits={name}") for name in ("f32", short))
+    stock, checkpoint = StockServer("http://127.0.0.1:1"), Checkpoint(tmp_path)
+    for head, other in ((f32, rounded), (rounded, f32)):
+        logprobs = jax.nn.log_softmax(scores.astype(head.logits).astype(np.float32))
+        drawn = np.asarray(logprobs)[:, 7].tolist()
+        tops = [{"": drawn[i], "top": float(row.max())} for i, row in enumerate(logprobs)]
+        one = {"logprobs": {"token_logprobs": drawn, "top_logprobs": tops}}
+        reply = lambda *given, one=one: {"choices": [one] * given[2]["n"]}  # noqa: E731
+        monkeypatch.setattr(stock, "_call", reply)
+        check_head(stock, WeightRoute(decoder(SERVED), params, 0, head, checkpoint))
+        remedies = (
+            f'computes in {head.logits.name} .*{{"head_dtype": "{other.logits.name}"}}.*'
+            f"train with logits={short_name(head.logits)} in"
+        )
+        with pytest.raises(RefusedError, match=remedies):
+            check_head(stock, WeightRoute(decoder(SERVED), params, 0, other, checkpoint))
+    assert rounds_logits([0.0] * 500 + [0.3] * 15, dtype=f32.sampler) is None
