@@ -18,8 +18,8 @@ _COMPARED = 32  # token ids that the policy's and the server's tokenizer must de
 _WAITS = (1.0, 10.0)  # seconds before a failed request is sent again
 _START = {
     "reward.model": (
-        "start a teacher with `jaxrl serve` or a reward model with `vllm serve --runner pooling`, "
-        "and give its address"
+        "start a teacher with `jaxrl serve` or a reward model with `python -m "
+        "vllm.entrypoints.openai.api_server --model MODEL --runner pooling`, and give its address"
     ),
     "reference.server": "start it with `jaxrl serve MODEL`, and give its address",
 }
