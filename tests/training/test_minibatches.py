@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ from jaxrl.training.minibatches import (
     Targets,
     compute_advantages,
     prepare_minibatch,
+    split_sequences,
     with_coefficients,
 )
 from tests import tiny
@@ -192,17 +194,9 @@ def test_the_policys_schedule_ends_with_the_run(tmp_path):
     np.testing.assert_allclose(rates, [0.01, 0.005, 0.01 / 40, 0], rtol=1e-5, atol=1e-12)
 
 
-def test_a_truncated_completion_continues_in_the_critics_mind():
-    """Its value ahead is the value before the next token of the completion that goes on, and its
-    last token is worth the reward and that; what ended, or ends elsewhere, has nothing ahead."""
-    whole = [
-        one._replace(action_mask=np.ones(len(one.completion), bool), components=(one.reward,))
-        for one in tiny.rollouts(8, seed=1)
-        if len(one.completion) > 1
-    ]
-    arrays = ("completion", "logprobs", "action_mask", "version")
-    short = [one._replace(**{n: getattr(one, n)[:-1] for n in arrays}) for one in whole]
-    cut = [one._replace(truncated=i % 2 == 0) for i, one in enumerate(short)]
+@pytest.fixture(scope="module")
+def targets() -> Callable[[Sequences], Targets]:
+    """PPO's targets with lambda = 1 of given sequences."""
     recipe = ppo(lam=1.0)
     assert recipe.critic is not None
     scorer = decoder(dataclasses.replace(tiny.CONFIG, scored=True))
@@ -220,16 +214,51 @@ def test_a_truncated_completion_continues_in_the_critics_mind():
     source = SimpleNamespace(config=config, task=SimpleNamespace(weights={"given": 1.0}))
     run: Any = SimpleNamespace(learning=learning, source=source, hosts=None)
     state = State(policy.init(tiny.params()), critic.init(weights))
+    return lambda given: compute_advantages(run, state, given)[0]
 
-    def targets(rollouts) -> Targets:
-        return compute_advantages(run, state, Sequences(rollouts, [slice(0, 8)], None))[0]
 
-    ahead = [one[-1] for one in targets(whole).values or ()]
-    found = targets(cut)
+def test_a_truncated_completion_continues_in_the_critics_mind(targets):
+    """Its value ahead is the value before the next token of the completion that goes on, and its
+    last token is worth the reward and that; what ended, or ends elsewhere, has nothing ahead."""
+    whole = [
+        one._replace(action_mask=np.ones(len(one.completion), bool), components=(one.reward,))
+        for one in tiny.rollouts(8, seed=1)
+        if len(one.completion) > 1
+    ]
+    arrays = ("completion", "logprobs", "action_mask", "version")
+    short = [one._replace(**{n: getattr(one, n)[:-1] for n in arrays}) for one in whole]
+    cut = [one._replace(truncated=i % 2 == 0) for i, one in enumerate(short)]
+    ahead = [one[-1] for one in targets(split_sequences(whole, updates=1)).values or ()]
+    found = targets(split_sequences(cut, updates=1))
     assert np.abs(ahead).min() > 1e-3
     for i, one in enumerate(cut):
         expected = one.reward + (ahead[i] if one.truncated else 0.0)
         np.testing.assert_allclose((found.returns or ())[i], expected, atol=1e-5)
+
+
+def test_an_episode_of_several_sequences_continues_after_its_last_one(targets):
+    """All its tokens are worth its reward and the value after the last turn of a truncated one,
+    whether or not a sequence before it looks cut; tokens of the environment have no target."""
+    whole = [one for one in tiny.rollouts(16, seed=1) if len(one.completion) > 2][:8]
+    whole = [
+        one._replace(
+            action_mask=np.arange(len(one.completion)) != 1, components=(one.reward,), branches=()
+        )
+        for one in whole
+    ]
+    arrays = ("completion", "logprobs", "action_mask", "version")
+    short = [one._replace(**{n: getattr(one, n)[:-1] for n in arrays}) for one in whole]
+    cut = [one._replace(truncated=i % 4 in (0, 3)) for i, one in enumerate(short)]
+    episodes = [cut[i + 1]._replace(branches=(cut[i],)) for i in range(0, len(cut), 2)]
+    ahead = [one[-1] for one in targets(split_sequences(whole, updates=1)).values or ()]
+    given = split_sequences(episodes, updates=1)
+    returns = targets(given).returns or ()
+    assert len(returns) == len(given.rollouts) == 2 * len(episodes) == 8
+    assert {one.truncated for one in episodes} == {True, False}
+    for i, (one, found) in enumerate(zip(given.rollouts, returns, strict=True)):
+        episode, last = episodes[i // 2], ahead[i | 1]
+        expected = episode.reward + (last if episode.truncated else 0.0)
+        np.testing.assert_allclose(found, np.where(one.action_mask, expected, 0.0), atol=1e-5)
 
 
 def test_a_server_that_sleeps_is_asked_for_nothing():
