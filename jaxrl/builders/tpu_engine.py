@@ -11,6 +11,7 @@ import jax
 from jaxrl.bridge import EnginePublisher, engine_refusal, token_bytes
 from jaxrl.builders.weight_sync import Publish, WeightRoute
 from jaxrl.config.sampler import SamplerConfig
+from jaxrl.core import Precision, short_name
 from jaxrl.models import DecoderConfig, lora
 from jaxrl.sampling import Sampler, TpuEngine, VllmTpuSampler
 
@@ -37,6 +38,26 @@ def engine_cache_tokens(config: SamplerConfig, model: DecoderConfig, *, dtype: s
     if config.kv_cache_bytes is None:
         return None
     return config.kv_cache_bytes // token_bytes(model, dtype)
+
+
+def head_note(precision: Precision) -> str | None:
+    """Describes the difference between the heads of engine and learner, and the remedy; None if
+    there is none. The engine has no setting for its head.
+
+    Example:
+      >>> print(head_note(Precision.of("bf16_master")))
+      vLLM's TPU engine computes logits in bfloat16 and the learner in float32, which is part of
+      every ratio; for equal heads train with logits=bf16 in precision
+      >>> head_note(Precision.of("fp32")) is None
+      True
+    """
+    if precision.logits == precision.sampler:
+        return None
+    return (
+        f"vLLM's TPU engine computes logits in {precision.sampler.name} and the learner in "
+        f"{precision.logits.name}, which is part of every ratio; for equal heads train with "
+        f"logits={short_name(precision.sampler)} in precision"
+    )
 
 
 def open_tpu_engine(
@@ -99,6 +120,8 @@ def open_tpu_engine(
         f"vLLM's TPU engine in this program: {dtype.name}, {len(used)} "
         f"device{'s' * (len(used) > 1)}, KV cache for {engine.cache_tokens} tokens"
     )
+    if (difference := head_note(weights.precision)) is not None:
+        note(difference)
     publish(weights.params, version=weights.version)
     facts = {"sampler": "vLLM's TPU engine", "sampler.tensor": str(len(used))}
     facts |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
