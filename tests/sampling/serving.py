@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +15,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.bridge.servers.launch import LocalServer
+from jaxrl.bridge.servers.control import VllmServer
+from jaxrl.bridge.servers.launch import LocalServer, free_port
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
@@ -25,6 +30,7 @@ from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.learner.policy import make_score
 from jaxrl.models.model import decoder
 from tests import tiny
+from tests.bridge.engines import VLLM_PYTHON
 from tests.run_config import run_config
 
 SERVED = dataclasses.replace(tiny.CONFIG, head_dim=32)  # vLLM on CPU has no smaller heads
@@ -60,6 +66,44 @@ def started(
         port=port,
     ) as starting:
         yield starting.wait()
+
+
+@contextmanager
+def stock_server(model: Path, *arguments: str) -> Iterator[str]:
+    """Starts vLLM without jaxrl's plugin, in f32; gives its address."""
+    port = free_port("127.0.0.1", 0)
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--dtype", "float32", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128"]
+    command += ["--kv-cache-memory-bytes", str(32 << 20), *arguments]
+    environment = os.environ | {
+        "VLLM_PLUGINS": "none",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    with (
+        tempfile.TemporaryDirectory() as place,  # where a killed vLLM leaves files
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            command,
+            env=environment | {"TMPDIR": place},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + 500
+            while not VllmServer(url, timeout=5.0).healthy():
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(log.read().decode(errors="replace")[-3000:])
+                assert time.monotonic() < end
+                time.sleep(0.2)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def config(directory: Path, **changes: str) -> Config:

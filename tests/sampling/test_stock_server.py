@@ -3,12 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +14,6 @@ import pytest
 from jaxrl import huggingface, train
 from jaxrl.bridge.base import RefusedError, UnavailableError
 from jaxrl.bridge.servers.control import VllmServer
-from jaxrl.bridge.servers.launch import free_port
 from jaxrl.bridge.servers.routes import ControlError
 from jaxrl.bridge.servers.stock import StockServer
 from jaxrl.builders.layout import make_layout
@@ -35,8 +29,15 @@ from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sampling.vllm.stock import StockSampler
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
-from tests.bridge.engines import VLLM_PYTHON
-from tests.sampling.serving import FP32, SERVED, Material, config, opened, write_material
+from tests.sampling.serving import (
+    FP32,
+    SERVED,
+    Material,
+    config,
+    opened,
+    stock_server,
+    write_material,
+)
 from tests.sampling.standin import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
@@ -49,38 +50,9 @@ PLAIN = SamplingParams(max_tokens=16, temperature=0)
 def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     directory = tmp_path_factory.mktemp("stock")
     write_material(directory)
-    port = free_port("127.0.0.1", 0)
-    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(directory / "model"), "--dtype", "float32", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--enforce-eager", "--enable-lora", "--max-lora-rank", "8"]
-    command += ["--kv-cache-memory-bytes", str(32 << 20), "--max-model-len", "128"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    environment = os.environ | {
-        "VLLM_PLUGINS": "none",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    with (
-        tempfile.TemporaryDirectory() as place,  # where a killed vLLM leaves files
-        (directory / "log").open("wb") as log,
-        subprocess.Popen(
-            command,
-            env=environment | {"TMPDIR": place},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + 500
-            while not VllmServer(url, timeout=5.0).healthy():
-                assert process.poll() is None, (directory / "log").read_text()[-3000:]
-                assert time.monotonic() < end
-                time.sleep(0.2)
-            yield Material(url, directory)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    model, lora_keys = directory / "model", ["--enable-lora", "--max-lora-rank", "8"]
+    with stock_server(model, *lora_keys, "--logprobs-mode", "processed_logprobs") as url:
+        yield Material(url, directory)
 
 
 def adapter_names(material: Material) -> list[str]:
