@@ -4,7 +4,7 @@
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
     python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
-    python scripts/reproduce_phantom_clipping.py runs/phantom --doses        a quarter of an hour
+    python scripts/reproduce_phantom_clipping.py runs/phantom --doses        15 minutes a seed
     python scripts/reproduce_phantom_clipping.py runs/phantom --hill         half an hour
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
