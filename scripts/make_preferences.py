@@ -1,15 +1,20 @@
 """Makes preference pairs of worked additions, one right and one wrong, for the quickstart's model.
 
     python scripts/make_preferences.py runs/quickstart --seed 0
+    python scripts/make_preferences.py runs/quickstart --mistakes mistakes.jsonl
 
 Writes pairs.jsonl and pairs_held_out.jsonl next to the files of make_arithmetic.py. Wrong
 completions drop carries, like sft.jsonl, or add false ones, so that more carries are not simply
 better. No addition is in another file.
+
+With --mistakes it writes more_pairs.jsonl instead: the pairs of pairs.jsonl, and one for each wrong
+completion in the file that `jaxrl eval --completions` wrote.
 """
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from make_arithmetic import make_parser, worked, write_rows
 
@@ -19,18 +24,39 @@ FORGETS, IMAGINES = (0.65, 0.0), (0.0, 0.4)
 
 
 def main() -> None:
-    arguments = make_parser(__doc__).parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--mistakes", type=Path, help="completions with their rewards")
+    arguments = parser.parse_args()
     directory, seed = arguments.directory, arguments.seed
+    if arguments.mistakes is not None:
+        rows = read_rows(directory / "pairs.jsonl") + corrected(read_rows(arguments.mistakes))
+        write_rows(directory / "more_pairs.jsonl", rows)
+        return
     write_pairs(directory, SIZES, rng=random.Random(seed))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def corrected(completions: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Pairs each wrong completion with the addition worked out."""
+    rows = []
+    for row in completions:
+        if row["numeric_match"] != 1:
+            a, b = map(int, row["prompt"].removesuffix("=?").split("+"))
+            right = worked(a, b, carries=lambda total: total > 9)
+            rows.append({"prompt": row["prompt"], "chosen": right, "rejected": row["completion"]})
+    return rows
 
 
 def write_pairs(directory: Path, sizes: dict[str, int], *, rng: random.Random) -> None:
     """Writes a file of pairs for each size, with additions that no other file has."""
     seen = {
-        json.loads(line)["prompt"]
+        row["prompt"]
         for path in sorted(directory.glob("*.jsonl"))
-        if path.stem not in sizes
-        for line in path.read_text().splitlines()
+        if path.stem not in (*sizes, "more_pairs")
+        for row in read_rows(path)
     }
     for name, size in sizes.items():
         rows = []
