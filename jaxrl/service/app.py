@@ -1,12 +1,9 @@
 """The routes of the Tinker API for training and sampling; `jaxrl.service.listing` has the rest."""
 
-import asyncio
-import contextlib
 import functools
 import json
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import zstandard
@@ -17,20 +14,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
-from tinker.types.try_again_response import TryAgainResponse
 
 from jaxrl.service import answers
-from jaxrl.service.engine import Engine
+from jaxrl.service.accepting import accept
+from jaxrl.service.futures import cancel, retrieve
 from jaxrl.service.pool import Kind
-from jaxrl.service.requests import Work, decode, with_seed
-from jaxrl.service.routing import Handler, Service, error, owned, reply, route
+from jaxrl.service.requests import with_seed
+from jaxrl.service.routing import Handler, Service, owned, read_object, reply, route
 from jaxrl.service.sampling import BASE
 from jaxrl.service.state import dumps
 from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
 from jaxrl.service.uploaded.program import check
 from jaxrl.service.wire import RefusedError
 
-POLL_SECONDS = 20.0  # the client waits 45 for an answer
 _FULL = "rank = 0 trains all parameters"
 
 
@@ -51,11 +47,12 @@ def routes(service: Service) -> list[Route]:
         "optim_step": functools.partial(_in_order, kind="step"),
         "save_weights": functools.partial(_in_order, kind="save"),
         "save_weights_for_sampler": functools.partial(_in_order, kind="publish"),
+        "save_weights_external": functools.partial(_in_order, kind="external"),
         "create_sampling_session": _create_sampler,
         "join_sampling_session": _join_sampler,
         "asample": _sample,
-        "retrieve_future": _retrieve,
-        "cancel_future": _cancel,
+        "retrieve_future": retrieve,
+        "cancel_future": cancel,
     }
     found = [route(service, path, handler) for path, handler in posts.items()]
     found.append(route(service, "get_server_capabilities", _capabilities, method="GET"))
@@ -72,7 +69,7 @@ def application(service: Service, more: list[Route]) -> Starlette:
 
 
 async def _create_session(service: Service, owner: str, request: Request) -> Response:
-    asked = types.CreateSessionRequest.model_validate(await request.json())
+    asked = types.CreateSessionRequest.model_validate(await read_object(request))
     await run_in_threadpool(service.engine.expire)
     session = f"session-{uuid.uuid4().hex[:12]}"
     content = asked.model_dump(include={"tags", "user_metadata", "display_name"})
@@ -85,7 +82,9 @@ async def _create_session(service: Service, owner: str, request: Request) -> Res
 async def _heartbeat(service: Service, owner: str, request: Request) -> Response:
     session = request.path_params.get("session")
     if session is None:
-        session = types.SessionHeartbeatRequest.model_validate(await request.json()).session_id
+        session = types.SessionHeartbeatRequest.model_validate(
+            await read_object(request)
+        ).session_id
     owned(service, "sessions", key=session, owner=owner)
     return reply(types.SessionHeartbeatResponse())
 
@@ -124,7 +123,7 @@ def _check_base(service: Service, name: str) -> None:
 
 
 async def _create_model(service: Service, owner: str, request: Request) -> Response:
-    asked = types.CreateModelRequest.model_validate(await request.json())
+    asked = types.CreateModelRequest.model_validate(await read_object(request))
     owned(service, "sessions", key=asked.session_id, owner=owner)
     _check_base(service, asked.base_model)
     if asked.optimizer_config.type != "adamw":
@@ -152,7 +151,7 @@ async def _new_model(
     now, session = time.time(), model.split(":train:")[0]
     values = {"session": session, "owner": owner, "created": now, "used": now}
     service.engine.store.insert("models", id=model, content=dumps(content), **values)
-    return await _accept(service, owner, kind=kind, target=model, seq=0, body=body)
+    return await accept(service, owner, kind=kind, target=model, seq=0, body=body)
 
 
 async def _create_loss(service: Service, owner: str, request: Request) -> Response:
@@ -175,28 +174,32 @@ async def _create_loss(service: Service, owner: str, request: Request) -> Respon
 
 
 async def _load_weights(service: Service, owner: str, request: Request) -> Response:
-    asked = types.LoadWeightsRequest.model_validate(await request.json())
-    body = asked.model_dump_json().encode()
-    if asked.session_id is not None:
-        row = _loadable(service, owner, asked)
-        owned(service, "sessions", key=asked.session_id, owner=owner)
-        if asked.base_model is not None:
-            _check_base(service, asked.base_model)
-        content = {key: row[key] for key in ("rank", "attention", "mlp", "seed")}
-        content["user_metadata"] = asked.user_metadata
-        model = f"{asked.session_id}:train:{asked.model_seq_id}"
-        return await _new_model(service, owner, model, content, kind="load", body=body)
-    model = asked.model_id or ""
-    owned(service, "models", key=model, owner=owner)
+    content = await read_object(request)
+    if content.get("session_id") is not None:
+        return await _new_from_weights(service, owner, content)
+    model = owned(service, "models", key=content.get("model_id"), owner=owner)["id"]
 
     def check() -> None:
+        asked = types.LoadWeightsRequest.model_validate(content)
         row, own = _loadable(service, owner, asked), service.engine.kind(model)
         if (kind := Kind(row["rank"], row["attention"], row["mlp"])) != own:
             raise RefusedError(f"{asked.path} holds {kind}, and {model} {own}")
 
-    return await _accept(
-        service, owner, kind="load", target=model, seq=asked.seq_id, body=body, check=check
-    )
+    given = {"seq": content.get("seq_id"), "body": await request.body()}
+    return await accept(service, owner, kind="load", target=model, check=check, **given)
+
+
+async def _new_from_weights(service: Service, owner: str, given: dict[str, Any]) -> Response:
+    asked = types.LoadWeightsRequest.model_validate(given)
+    row = _loadable(service, owner, asked)
+    owned(service, "sessions", key=asked.session_id, owner=owner)
+    if asked.base_model is not None:
+        _check_base(service, asked.base_model)
+    content = {key: row[key] for key in ("rank", "attention", "mlp", "seed")}
+    content["user_metadata"] = asked.user_metadata
+    model = f"{asked.session_id}:train:{asked.model_seq_id}"
+    body = asked.model_dump_json().encode()
+    return await _new_model(service, owner, model, content, kind="load", body=body)
 
 
 def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> dict[str, Any]:
@@ -212,7 +215,7 @@ def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> 
 
 
 async def _get_info(service: Service, owner: str, request: Request) -> Response:
-    asked = types.GetInfoRequest.model_validate(await request.json())
+    asked = types.GetInfoRequest.model_validate(await read_object(request))
     content = json.loads(owned(service, "models", key=asked.model_id, owner=owner)["content"])
     data = types.ModelData(
         arch=service.engine.base.model.config.model_type,
@@ -240,82 +243,20 @@ async def _forward_backward(service: Service, owner: str, request: Request) -> R
     except Exception as damaged:
         raise RefusedError(f"the body is no ForwardBackwardRequest: {damaged}") from None
     owned(service, "models", key=asked.model_id, owner=owner)
-    return await _accept(
+    return await accept(
         service, owner, kind="compute", target=asked.model_id, seq=asked.seq_id, body=body
     )
 
 
 async def _in_order(service: Service, owner: str, request: Request, *, kind: str) -> Response:
-    content = await request.json()
-    owned(service, "models", key=content.get("model_id", ""), owner=owner)
-    target, seq = content["model_id"], content.get("seq_id")
-    return await _accept(
-        service, owner, kind=kind, target=target, seq=seq, body=await request.body()
-    )
-
-
-async def _accept(
-    service: Service,
-    owner: str,
-    *,
-    kind: str,
-    target: str,
-    seq: int | None,
-    body: bytes,
-    weights: str = "",
-    check: Callable[[], None] = lambda: None,
-) -> Response:
-    """Checks a request, writes it down and queues it. A repeated one is answered alike. `check`
-    raises RefusedError for one that cannot be served, after which those behind it have their
-    turn."""
-    if not isinstance(seq, int) or seq < 0:  # its turn would never come
-        raise RefusedError(f"seq_id = {seq!r}: number the requests, as the official client does")
-    engine, name = service.engine, f"{target}:{seq}"
-
-    def accept() -> Response:
-        known = engine.store.one("SELECT status, answer FROM requests WHERE id = ?", name)
-        if known is not None:
-            return _acknowledged(engine, name, target)
-        values = {"target": target, "seq": seq, "owner": owner, "kind": kind}
-        ordered = kind != "sample"
-        if ordered:
-            engine.open_line(target)
-        try:
-            check()
-            payload = decode(kind, body, engine.limits)
-        except ValueError as refused:
-            if not ordered:
-                raise
-            # The number is used up: requests after it must not wait for it.
-            if engine.store.accept(name, body=b"", **values):
-                engine.finish(name, answers.failure(refused, user=True), failed=True)
-                engine.queue.drop(target, seq)
-            raise RefusedError(str(refused)) from None
-        if not ordered:
-            payload = engine.with_weights(payload, weights)
-        if engine.store.accept(name, body=body, **values):
-            engine.queue.add(Work(name, kind, target, seq, payload))
-        return _acknowledged(engine, name, target)
-
-    return await run_in_threadpool(accept)
-
-
-def _acknowledged(engine: Engine, name: str, target: str) -> Response:
-    row = engine.store.one("SELECT kind, status, answer, body FROM requests WHERE id = ?", name)
-    assert row is not None
-    if row["status"] == "failed" and row["body"] == b"":
-        raise RefusedError(json.loads(row["answer"])["error"])
-    found = types.UntypedAPIFuture(request_id=name, model_id=target)
-    if row["kind"] == "sample" and row["body"]:
-        count = json.loads(row["body"])["num_samples"]
-        found = types.UntypedAPIFuture(
-            request_id=name, sample_sequence_ids=[f"{name}:{i}" for i in range(count)]
-        )
-    return reply(found)
+    content = await read_object(request)
+    target = owned(service, "models", key=content.get("model_id"), owner=owner)["id"]
+    given = {"seq": content.get("seq_id"), "body": await request.body()}
+    return await accept(service, owner, kind=kind, target=target, **given)
 
 
 async def _create_sampler(service: Service, owner: str, request: Request) -> Response:
-    asked = types.CreateSamplingSessionRequest.model_validate(await request.json())
+    asked = types.CreateSamplingSessionRequest.model_validate(await read_object(request))
     owned(service, "sessions", key=asked.session_id, owner=owner)
     path = BASE
     if asked.model_path is not None:
@@ -339,7 +280,7 @@ async def _create_sampler(service: Service, owner: str, request: Request) -> Res
 
 
 async def _join_sampler(service: Service, owner: str, request: Request) -> Response:
-    asked = types.JoinSamplingSessionRequest.model_validate(await request.json())
+    asked = types.JoinSamplingSessionRequest.model_validate(await read_object(request))
     row = owned(service, "samplers", key=asked.sampling_session_id, owner=owner)
     with service.engine.store.transaction() as db:
         db.execute("UPDATE samplers SET next_clone = next_clone + 1 WHERE id = ?", (row["id"],))
@@ -350,50 +291,12 @@ async def _join_sampler(service: Service, owner: str, request: Request) -> Respo
 
 
 async def _sample(service: Service, owner: str, request: Request) -> Response:
-    content = await request.json()
+    content = await read_object(request)
     sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
     if sampler is None or seq is None:
         raise RefusedError("sampling_session_id or seq_id is missing; create a sampling session")
     row = owned(service, "samplers", key=sampler, owner=owner)
     body = json.dumps(with_seed(content)).encode()
-    return await _accept(
+    return await accept(
         service, owner, kind="sample", target=sampler, seq=seq, body=body, weights=row["path"]
     )
-
-
-async def _retrieve(service: Service, owner: str, request: Request) -> Response:
-    asked = types.FutureRetrieveRequest.model_validate(await request.json())
-    engine, name = service.engine, asked.request_id
-    row = owned(service, "requests", key=name, owner=owner)
-    if row["status"] == "queued":
-        loop, finished = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the server ends
-                loop.call_soon_threadsafe(finished.set)
-
-        engine.listen(name, tell)
-        polls: set[asyncio.Event] = request.app.state.polls
-        polls.add(finished)
-        # It may have finished before `tell` was known.
-        if owned(service, "requests", key=name, owner=owner)["status"] == "queued":
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(finished.wait(), POLL_SECONDS)
-        polls.discard(finished)
-        engine.forget(name, tell)
-        row = owned(service, "requests", key=name, owner=owner)
-    if row["status"] == "queued":
-        return reply(TryAgainResponse(request_id=name, queue_state="active", type="try_again"))
-    if row["answer"] is None:
-        return error(410, f"the answer to {name} is no longer kept")
-    media = "application/x-protobuf" if row["form"] == "proto" else "application/json"
-    return Response(row["answer"], media_type=media)
-
-
-async def _cancel(service: Service, owner: str, request: Request) -> Response:
-    name = (await request.json()).get("request_id", "")
-    owned(service, "requests", key=name, owner=owner)
-    work = service.engine.queue.cancel(name)
-    if work is not None:
-        service.engine.fail(work, RefusedError("the client cancelled the request"))
-    return Response(status_code=204)

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types
 
-from jaxrl.service.routing import MissingError, Service, owned, reply, route
+from jaxrl.service.requests import check_ttl
+from jaxrl.service.routing import MissingError, Service, owned, read_object, reply, route
 from jaxrl.service.wire import RefusedError
 
-_TTL = (3600, 10 * 366 * 86400)
 _NONE = Response(status_code=204)
 
 
@@ -43,7 +43,7 @@ def listing_routes(service: Service) -> list[Route]:
 def _page(request: Request) -> tuple[int, int]:
     limit = int(request.query_params.get("limit", 20))
     offset = int(request.query_params.get("offset", 0))
-    if limit < 1 or offset < 0:
+    if not (1 <= limit < 2**31 and 0 <= offset < 2**31):
         raise RefusedError(f"limit = {limit}, offset = {offset}: at least 1 and at least 0")
     return limit, offset
 
@@ -181,7 +181,7 @@ async def _checkpoints(service: Service, owner: str, request: Request) -> Respon
 
 
 async def _weights_info(service: Service, owner: str, request: Request) -> Response:
-    path = (await request.json()).get("tinker_path", "")
+    path = (await read_object(request)).get("tinker_path", "")
     row = service.engine.checkpoint(path)
     if row["owner"] != owner and not row["public"]:
         raise MissingError(f"there is no checkpoint {path!r}; list your own")
@@ -219,8 +219,7 @@ async def _publish(service: Service, owner: str, request: Request) -> Response:
 
 
 async def _set_ttl(service: Service, owner: str, request: Request) -> Response:
-    path, ttl = _named(service, owner, request), (await request.json()).get("ttl_seconds")
-    if ttl is not None and not _TTL[0] <= ttl <= _TTL[1]:
-        raise RefusedError(f"ttl_seconds = {ttl}: it must be an hour to ten years, or absent")
+    path, ttl = _named(service, owner, request), (await read_object(request)).get("ttl_seconds")
+    check_ttl(ttl)
     service.engine.store.update("checkpoints", path, expires=ttl and time.time() + ttl)
     return _NONE

@@ -22,6 +22,7 @@ TRAINING = ("create", "load", "compute", "step", "save", "publish")
 # A name of its own for a directory: not "..", and without the colons that file names have not.
 _NAME = re.compile(r"[^/:.\x00-\x1f][^/:\x00-\x1f]*")
 _LONGEST_NAME = 200  # bytes
+_TTL = (3600, 10 * 366 * 86400)
 
 
 class Work(NamedTuple):
@@ -54,6 +55,11 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
     """
     if kind == "compute":
         return read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
+    if kind == "external":
+        raise RefusedError(
+            "save_weights_external is not supported: there is no bucket beside this server; "
+            "save_weights_for_sampler writes weights to its state_dir"
+        )
     content = json.loads(body)
     if kind == "step":
         return _read_step(types.OptimStepRequest.model_validate(content))
@@ -68,7 +74,16 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
     found = schema.model_validate(content)
     if kind in ("save", "publish"):
         _check_name(found.path)
+        check_ttl(found.ttl_seconds)
     return found
+
+
+def check_ttl(seconds: Any) -> None:
+    """Raises RefusedError for a checkpoint's time that is not a whole number in range, or None."""
+    if seconds is not None and not (type(seconds) is int and _TTL[0] <= seconds <= _TTL[1]):
+        raise RefusedError(
+            f"ttl_seconds = {seconds!r:.80}: it must be an hour to ten years, or absent"
+        )
 
 
 def _check_name(name: str | None) -> None:
@@ -83,7 +98,10 @@ def _check_name(name: str | None) -> None:
 def with_seed(content: dict[str, Any]) -> dict[str, Any]:
     """Chooses the seed of a request for samples that names none, so that a restarted server draws
     the same ones."""
-    params = dict(content.get("sampling_params", {}))
+    params = content.get("sampling_params", {})
+    if not isinstance(params, dict):
+        raise RefusedError(f"sampling_params = {params!r:.80}: they must be an object")
+    params = dict(params)
     if params.get("seed") is None:
         params["seed"] = secrets.randbelow(2**31)
     return {**content, "sampling_params": params}

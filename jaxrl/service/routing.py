@@ -17,6 +17,10 @@ class MissingError(Exception):
     """A session, model, sampler or request that is not there, or belongs to another key."""
 
 
+BAD = (ValueError, OverflowError)
+"""What a body that cannot be served raises; also pydantic, protobuf and JSON do."""
+
+
 class Service(NamedTuple):
     """The inputs of the routes.
 
@@ -49,7 +53,7 @@ def route(service: Service, path: str, handler: Handler, *, method: str = "POST"
             return await handler(service, owner, request)
         except MissingError as missing:
             return error(404, str(missing))
-        except (RefusedError, ValueError) as refused:  # also of pydantic, protobuf and JSON
+        except BAD as refused:
             return error(400, str(refused))
 
     return Route(f"/api/v1/{path}", endpoint, methods=[method])
@@ -65,12 +69,26 @@ def reply(response: Any) -> Response:
     return Response(answers.encode(response), media_type="application/json")
 
 
-def owned(service: Service, table: str, *, key: str, owner: str) -> dict[str, Any]:
+async def read_object(request: Request) -> dict[str, Any]:
+    """Reads a body, which must be an object of JSON; raises RefusedError for another."""
+    try:
+        found = await request.json()
+    except (ValueError, RecursionError) as wrong:
+        raise RefusedError(f"the body is no JSON ({wrong}); send an object") from None
+    if not isinstance(found, dict):
+        raise RefusedError(f"the body {found!r:.80} is no object of JSON; send one")
+    return found
+
+
+def owned(service: Service, table: str, *, key: Any, owner: str) -> dict[str, Any]:
     """Returns a row that belongs to the owner.
 
     Raises:
       MissingError: if there is none, in the same words whether another owner has it or nobody.
+      RefusedError: for a key that is no text.
     """
+    if not isinstance(key, str):
+        raise RefusedError(f"{table}: {key!r:.80} is no id; give the text that this server gave")
     row = service.engine.store.one(f"SELECT * FROM {table} WHERE id = ?", key)
     if row is None or row["owner"] != owner:
         raise MissingError(f"{table}: {key!r} is not there; create it with this server and key")

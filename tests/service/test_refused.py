@@ -1,0 +1,124 @@
+"""Requests that are refused: with the reason, and without a wait for those after them."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from starlette.testclient import TestClient
+from tinker import types
+
+from jaxrl.core import Precision, cast
+from jaxrl.service.app import application
+from jaxrl.service.engine import Engine
+from jaxrl.service.files import Files
+from jaxrl.service.listing import listing_routes
+from jaxrl.service.pool import Base
+from jaxrl.service.routing import Service
+from jaxrl.service.state import Store
+from jaxrl.sharding import PRESETS, Layout, make_mesh
+from tests import tiny
+from tests.service.serving import QUIET
+
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+
+
+class Client:
+    """Requests of one training client, numbered as the official one does."""
+
+    def __init__(self, http: TestClient) -> None:
+        self.http, self.next = http, 1
+        session = self.post(
+            "create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"}
+        ).json()["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        lora = {"rank": 4}
+        self.model = self.result(self.post("create_model", asked | {"lora_config": lora}))[
+            "model_id"
+        ]
+
+    def post(self, path: str, content: Any) -> Any:
+        return self.http.post(f"/api/v1/{path}", json=content)
+
+    def numbered(self, route: str, **content: Any) -> Any:
+        content |= {"model_id": self.model, "seq_id": self.next}
+        self.next += 1
+        return self.post(route, content)
+
+    def result(self, accepted: Any) -> Any:
+        assert accepted.status_code == 200, accepted.text
+        asked = {"request_id": accepted.json()["request_id"]}
+        late = time.monotonic() + 60
+        while (found := self.post("retrieve_future", asked).json()).get("type") == "try_again":
+            assert time.monotonic() < late
+        return found
+
+    def step(self) -> dict[str, float]:
+        adam = types.AdamParams(learning_rate=1e-2).model_dump()
+        return self.result(self.numbered("optim_step", adam_params=adam))["metrics"]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    directory, precision = tmp_path_factory.mktemp("refused"), Precision.of("fp32")
+    one = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
+    store = Store(directory / "state.sqlite")
+    engine = Engine(
+        Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
+        store=store,
+        files=Files(directory, base_name="tiny"),
+        samplers=lambda load: None,
+        microbatch_tokens=1024,
+        max_batch=8,
+        slots=4,
+        snapshot_seconds=1000,
+    )
+    service = Service(engine, "tiny", directory, {"tml-key": "owner"}, 0)
+    app = application(service, listing_routes(service))
+    http = TestClient(app, headers={"x-api-key": "tml-key"}, raise_server_exceptions=False)
+    with http:
+        yield Client(http)
+    engine.close()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("save_weights_external", {"path": "e"}, "save_weights_external is not supported"),
+        ("load_weights", {"path": 3}, "path"),
+        ("load_weights", {"path": "tinker://a/weights/b", "other": 1}, "other"),
+        ("optim_step", {"adam_params": []}, "adam_params"),
+        ("optim_step", {"adam_params": {"learning_rate": "a"}}, "learning_rate"),
+        ("save_weights", {"path": "../x"}, "must not begin with a dot"),
+        ("save_weights", {"path": "x", "ttl_seconds": 10**15}, "an hour to ten years"),
+        ("save_weights_for_sampler", {"path": []}, "path"),
+    ],
+)
+def test_a_refused_request_holds_up_none_after_it(
+    client: Client, path: str, content: dict[str, Any], message: str
+) -> None:
+    refused = client.numbered(path, **content)
+    assert (refused.status_code, message in refused.text) == (400, True), refused.text
+    assert client.step()["grad_norm"] == 0
+
+
+def test_a_body_of_another_form_is_refused(client: Client) -> None:
+    def put_ttl(path: str, content: Any) -> Any:
+        assert client.result(client.numbered("save_weights", path="ttl"))["path"]
+        return client.http.put(f"/api/v1/{path}", json=content)
+
+    at = f"training_runs/{client.model}/checkpoints/weights/ttl/ttl"
+    for send, path, content, message in (
+        (client.post, "optim_step", [], "no object of JSON"),
+        (client.post, "load_weights", "text", "no object of JSON"),
+        (client.post, "asample", [1], "no object of JSON"),
+        (client.post, "cancel_future", 7, "no object of JSON"),
+        (client.post, "optim_step", {"model_id": [1], "seq_id": 9}, "is no id"),
+        (client.post, "optim_step", {"model_id": client.model, "seq_id": 2**70}, "too large"),
+        (put_ttl, at, {"ttl_seconds": "a"}, "an hour to ten years"),
+    ):
+        refused = send(path, content)
+        assert (refused.status_code, message in refused.text) == (400, True), refused.text
+    assert client.step()["grad_norm"] == 0
