@@ -70,7 +70,7 @@ def application(service: Service, more: list[Route]) -> Starlette:
 
 async def _create_session(service: Service, owner: str, request: Request) -> Response:
     asked = types.CreateSessionRequest.model_validate(await read_object(request))
-    await run_in_threadpool(service.engine.expire)
+    await run_in_threadpool(service.engine.checkpoints.expire)
     session = f"session-{uuid.uuid4().hex[:12]}"
     content = asked.model_dump(include={"tags", "user_metadata", "display_name"})
     service.engine.store.insert(
@@ -204,7 +204,7 @@ async def _new_from_weights(service: Service, owner: str, given: dict[str, Any])
 
 def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> dict[str, Any]:
     """Returns the row of a checkpoint that a model can go on from; raises RefusedError."""
-    row = service.engine.checkpoint(asked.path)
+    row = service.engine.checkpoints.find(asked.path)
     if row["owner"] != owner and not row["public"]:
         raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
     if row["kind"] != "training":
@@ -260,7 +260,7 @@ async def _create_sampler(service: Service, owner: str, request: Request) -> Res
     owned(service, "sessions", key=asked.session_id, owner=owner)
     path = BASE
     if asked.model_path is not None:
-        row = service.engine.checkpoint(asked.model_path)
+        row = service.engine.checkpoints.find(asked.model_path)
         if row["owner"] != owner and not row["public"]:
             raise RefusedError(f"there is no checkpoint {asked.model_path!r}; list your own")
         path = asked.model_path

@@ -15,6 +15,7 @@ from typing import Any
 from tinker import types
 
 from jaxrl.service import answers, files
+from jaxrl.service.checkpoints import Checkpoints
 from jaxrl.service.computing import compute, find_graph, prepare_again
 from jaxrl.service.files import Files
 from jaxrl.service.history import History
@@ -23,7 +24,7 @@ from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
 from jaxrl.service.sampling import BASE, Answer, Request, Samplers
 from jaxrl.service.snapshots import Snapshots
-from jaxrl.service.state import Store, dumps
+from jaxrl.service.state import Store
 from jaxrl.service.wire import RefusedError
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class Engine:
           snapshot_seconds: a model is written to disk after the first optimizer step that is this
             much later than the last time.
         """
-        self.base, self.store, self.files = base, store, files
+        self.base, self.store, self._files = base, store, files
+        self.checkpoints = Checkpoints(store, files)
         config, find = base.model.config, functools.partial(find_graph, store)
         self.limits = Limits(config.vocab_size, config.max_positions, find)
         self._tokens, self._most, self._slots = microbatch_tokens, max_batch, slots
@@ -276,8 +278,8 @@ class Engine:
 
     def _load(self, work: Work, pool: Pool) -> Any:
         request: types.LoadWeightsRequest = work.payload
-        self.checkpoint(request.path)
-        tenant = self.files.read_state(request.path, pool, optimizer=request.optimizer)
+        self.checkpoints.find(request.path)
+        tenant = self._files.read_state(request.path, pool, optimizer=request.optimizer)
         pool.write(work.target, tenant)
         return types.LoadWeightsResponse(
             path=request.path, model_id=work.target, type="load_weights"
@@ -286,20 +288,23 @@ class Engine:
     def _save(self, work: Work, pool: Pool) -> Any:
         request: types.SaveWeightsRequest = work.payload
         path = f"tinker://{work.target}/weights/{request.path or f'{work.seq:06d}'}"
-        row = self.store.one("SELECT content FROM checkpoints WHERE path = ?", path)
-        if row and not request.overwrite and json.loads(row["content"])["request"] != work.id:
-            raise RefusedError(f"{path} exists; choose another name, or overwrite=True")
-        self._write(work, pool, path, "training", ttl=request.ttl_seconds, state=True)
+        if not request.overwrite:
+            self.checkpoints.check_new(path, work, advice="choose another name, or overwrite=True")
+        self.checkpoints.write(work, pool, path, "training", ttl=request.ttl_seconds)
         return types.SaveWeightsResponse(path=path, type="save_weights")
 
     def _publish(self, work: Work, pool: Pool) -> Any:
         request: types.SaveWeightsForSamplerRequest = work.payload
+        # A client's own name begins with no dot.
         hidden = request.path is None
-        name = request.path or ("inflight" if request.kind == "inflight" else f"at-{work.seq:06d}")
+        name = ".inflight" if request.kind == "inflight" else f".at-{work.seq:06d}"
+        name = name if hidden else request.path
         path = f"tinker://{work.target}/sampler_weights/{name}"
         kind = "ephemeral" if hidden else "sampler"
         ttl = request.ttl_seconds or (_HIDDEN_SECONDS if hidden else None)
-        self._write(work, pool, path, kind, ttl=ttl, state=False)
+        if not hidden:  # sampling clients keep the weights that they were made with
+            self.checkpoints.check_new(path, work, advice="choose another name, or delete it")
+        self.checkpoints.write(work, pool, path, kind, ttl=ttl)
         self._samplers.keep(path, files.served(pool, pool.weights(work.target)))
         sampler = None
         if hidden:
@@ -310,41 +315,10 @@ class Engine:
             self.store.insert("samplers", id=sampler, next_clone=1, **values)
         return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
 
-    def _write(
-        self, work: Work, pool: Pool, path: str, kind: str, *, ttl: int | None, state: bool
-    ) -> None:
-        size = self.files.write_checkpoint(path, pool, pool.read(work.target), state=state)
-        row, now = self.store.model(work.target), time.time()
-        content = json.loads(row["content"])
-        content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
-        end = ttl and now + ttl
-        values = (path, work.target, row["owner"], kind, now, end, size, dumps(content))
-        with self.store.transaction() as db:
-            marks = "?, ?, ?, ?, ?, ?, ?, 0, ?"
-            db.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({marks})", values)
-
-    def checkpoint(self, path: str) -> dict[str, Any]:
-        """Returns the row of a checkpoint; raises RefusedError if there is none."""
-        row = self.store.one("SELECT * FROM checkpoints WHERE path = ?", path)
-        if row is None or (row["expires"] and row["expires"] < time.time()):
-            raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
-        return {**row, **json.loads(row["content"])}
-
-    def remove(self, path: str) -> None:
-        """Deletes a checkpoint."""
-        with self.store.transaction() as db:
-            db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
-        self.files.delete(path)
-
-    def expire(self) -> None:
-        """Deletes checkpoints whose time is over."""
-        for row in self.store.all("SELECT path FROM checkpoints WHERE expires < ?", time.time()):
-            self.remove(row["path"])
-
     def _read_weights(self, path: str) -> Any:
-        row = self.checkpoint(path)
+        row = self.checkpoints.find(path)
         kind = Kind(row["rank"], row["attention"], row["mlp"])
-        return self.files.read_weights(path, self._pool(kind))
+        return self._files.read_weights(path, self._pool(kind))
 
     def _pool(self, kind: Kind) -> Pool:
         if kind not in self._pools:

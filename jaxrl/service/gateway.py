@@ -200,7 +200,7 @@ class Gateway:
             if model in (service.name, str(service.directory)):
                 return BASE
             if model.startswith("tinker://"):
-                row = service.engine.checkpoint(model)
+                row = service.engine.checkpoints.find(model)
                 if row["kind"] != "training" and (row["owner"] == owner or row["public"]):
                     return model
             elif model:

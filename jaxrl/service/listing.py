@@ -156,7 +156,7 @@ def _time(seconds: float) -> datetime.datetime:
 
 
 async def _checkpoints_of(service: Service, owner: str, request: Request) -> Response:
-    service.engine.expire()
+    service.engine.checkpoints.expire()
     run = owned(service, "models", key=request.path_params["run"], owner=owner)
     rows = service.engine.store.all(
         "SELECT * FROM checkpoints WHERE model = ? AND kind != 'ephemeral' ORDER BY rowid",
@@ -166,7 +166,7 @@ async def _checkpoints_of(service: Service, owner: str, request: Request) -> Res
 
 
 async def _checkpoints(service: Service, owner: str, request: Request) -> Response:
-    service.engine.expire()
+    service.engine.checkpoints.expire()
     limit, offset = _page(request)
     rows = service.engine.store.all(
         "SELECT * FROM checkpoints WHERE owner = ? AND kind != 'ephemeral' ORDER BY rowid DESC",
@@ -182,7 +182,7 @@ async def _checkpoints(service: Service, owner: str, request: Request) -> Respon
 
 async def _weights_info(service: Service, owner: str, request: Request) -> Response:
     path = (await read_object(request)).get("tinker_path", "")
-    row = service.engine.checkpoint(path)
+    row = service.engine.checkpoints.find(path)
     if row["owner"] != owner and not row["public"]:
         raise MissingError(f"there is no checkpoint {path!r}; list your own")
     return reply(
@@ -208,7 +208,7 @@ def _named(service: Service, owner: str, request: Request) -> str:
 
 
 async def _delete(service: Service, owner: str, request: Request) -> Response:
-    service.engine.remove(_named(service, owner, request))
+    service.engine.checkpoints.remove(_named(service, owner, request))
     return _NONE
 
 

@@ -143,6 +143,11 @@ def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
     params = request.sampling_params
     stop: Any = params.stop
     stop = (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
+    if stop and isinstance(stop[0], str):
+        if "" in stop:
+            raise RefusedError(f"stop = {list(stop)!r:.80}: a text must not be empty; [] is none")
+    elif stop:
+        check_tokens(np.asarray(stop, np.int64), "stop", vocab_size=limits.vocab_size)
     if request.num_samples < 1 or (params.max_tokens is not None and params.max_tokens < 1):
         raise RefusedError("num_samples and max_tokens must be at least 1")
     if not (0 < params.top_p <= 1 and 0 <= params.temperature < np.inf and params.top_k >= -1):
@@ -154,7 +159,7 @@ def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
         max_tokens=min(params.max_tokens or room, room),
         temperature=float(params.temperature),
         top_p=float(params.top_p),
-        top_k=params.top_k,
+        top_k=min(params.top_k, limits.vocab_size),
         stop=stop,
         seed=int(params.seed or 0),
         prompt_logprobs=bool(request.prompt_logprobs),

@@ -15,6 +15,7 @@ from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.listing import listing_routes
 from jaxrl.service.pool import Base
+from jaxrl.service.requests import Limits, decode
 from jaxrl.service.routing import Service
 from jaxrl.service.state import Store
 from jaxrl.sharding import PRESETS, Layout, make_mesh
@@ -22,6 +23,13 @@ from tests import tiny
 from tests.service.serving import QUIET
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
+
+
+class Kept:
+    """A sampler that nobody samples from."""
+
+    def keep(self, name: str, weights: Any) -> None:
+        pass
 
 
 class Client:
@@ -68,7 +76,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
         store=store,
         files=Files(directory, base_name="tiny"),
-        samplers=lambda load: None,
+        samplers=lambda load: Kept(),
         microbatch_tokens=1024,
         max_batch=8,
         slots=4,
@@ -122,3 +130,32 @@ def test_a_body_of_another_form_is_refused(client: Client) -> None:
         refused = send(path, content)
         assert (refused.status_code, message in refused.text) == (400, True), refused.text
     assert client.step()["grad_norm"] == 0
+
+
+def test_a_name_is_not_given_twice(client: Client) -> None:
+    """Nor is it that of a checkpoint which the server names."""
+    for path, message in (("save_weights", "overwrite=True"), ("save_weights_for_sampler", "name")):
+        first = client.result(client.numbered(path, path="twice"))
+        assert first["path"].endswith("/twice")
+        again = client.result(client.numbered(path, path="twice"))
+        assert f"{first['path']} exists" in again["error"]
+        assert message in again["error"]
+        assert again["category"] == "user"
+    route = "save_weights_for_sampler"
+    names = [f"at-{client.next:06d}", "inflight"]
+    for number, kind in enumerate(("snapshot", "inflight", "inflight")):
+        given = {"kind": kind, "sampling_session_seq_id": number}
+        assert "error" not in client.result(client.numbered(route, **given))
+    for name in names:
+        assert "error" not in client.result(client.numbered(route, path=name))
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [("", "must not be empty"), (["a", ""], "must not be empty"), ([5, 10**6], "0 to 63")],
+)
+def test_a_stop_that_cannot_be_is_refused(stop: Any, message: str) -> None:
+    params = types.SamplingParams(stop=stop)
+    asked = types.SampleRequest(prompt=types.ModelInput.from_ints([5]), sampling_params=params)
+    with pytest.raises(ValueError, match=message):
+        decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))

@@ -1,0 +1,57 @@
+"""The checkpoints of all models: their files, and their rows in the state."""
+
+import json
+import time
+from typing import Any
+
+from jaxrl.service.files import Files
+from jaxrl.service.pool import Pool
+from jaxrl.service.requests import Work
+from jaxrl.service.state import Store, dumps
+from jaxrl.service.wire import RefusedError
+
+
+class Checkpoints:
+    """Checkpoints by their paths, `tinker://MODEL/weights/NAME` or `.../sampler_weights/NAME`."""
+
+    def __init__(self, store: Store, files: Files) -> None:
+        """Keeps rows in `store` and weights in `files`."""
+        self._store, self._files = store, files
+
+    def write(self, work: Work, pool: Pool, path: str, kind: str, *, ttl: int | None) -> None:
+        """Writes the present weights of a request's model; for `kind` "training" also what training
+        goes on from. It expires after `ttl` seconds, unless that is None."""
+        state = kind == "training"
+        size = self._files.write_checkpoint(path, pool, pool.read(work.target), state=state)
+        row, now = self._store.model(work.target), time.time()
+        content = json.loads(row["content"])
+        content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
+        end = ttl and now + ttl
+        values = (path, work.target, row["owner"], kind, now, end, size, dumps(content))
+        with self._store.transaction() as db:
+            marks = "?, ?, ?, ?, ?, ?, ?, 0, ?"
+            db.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({marks})", values)
+
+    def check_new(self, path: str, work: Work, *, advice: str) -> None:
+        """Raises RefusedError for a path that another request has written."""
+        row = self._store.one("SELECT content FROM checkpoints WHERE path = ?", path)
+        if row and json.loads(row["content"])["request"] != work.id:
+            raise RefusedError(f"{path} exists; {advice}")
+
+    def find(self, path: str) -> dict[str, Any]:
+        """Returns the row of a checkpoint; raises RefusedError if there is none."""
+        row = self._store.one("SELECT * FROM checkpoints WHERE path = ?", path)
+        if row is None or (row["expires"] and row["expires"] < time.time()):
+            raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
+        return {**row, **json.loads(row["content"])}
+
+    def remove(self, path: str) -> None:
+        """Deletes a checkpoint."""
+        with self._store.transaction() as db:
+            db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+        self._files.delete(path)
+
+    def expire(self) -> None:
+        """Deletes checkpoints whose time is over."""
+        for row in self._store.all("SELECT path FROM checkpoints WHERE expires < ?", time.time()):
+            self.remove(row["path"])
