@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat
 from jaxrl.config.tables import BaseConfig
+from jaxrl.core import disagreement
 
 
 class TinkerConfig(BaseConfig):
@@ -55,3 +56,10 @@ class TinkerConfig(BaseConfig):
                 f"blocks={self.precision.blocks} applies to sampler = 'embedded' only; use "
                 "blocks=int8, which vLLM has on CPUs, or leave one of the two out"
             )
+        if self.precision.sums != "fixed":
+            return
+        key = f"precision = {self.precision.text!r}: sums=fixed"
+        if self.sampler != "embedded":
+            yield f"{key} applies to sampler = 'embedded' only; leave it out"
+        if (difference := disagreement(self.precision)) is not None:
+            yield f"{key}, but {difference}"

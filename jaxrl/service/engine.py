@@ -178,7 +178,7 @@ class Engine:
         whole, model = "", name
         if name.startswith("tinker://"):
             model = types.ParsedCheckpointTinkerPath.from_tinker_path(name).training_run_id
-        if name != BASE and not self.kind(model).rank:
+        if name != BASE and self._served_whole(self.kind(model)):
             whole = name
         return request._replace(weights=name, whole=whole)
 
@@ -230,7 +230,10 @@ class Engine:
         self._resident(model, kind, keep=set())
         pool, name = self._pools[kind], f"{model}@{self._done[model]}"
         self._samplers.keep(name, files.served(pool, pool.weights(model)))
-        return request._replace(weights=name, whole="" if kind.rank else name)
+        return request._replace(weights=name, whole=name if self._served_whole(kind) else "")
+
+    def _served_whole(self, kind: Kind) -> bool:
+        return not kind.rank or self.base.precision.sums == "fixed"
 
     def _train(self, works: Sequence[Work]) -> None:
         kind = self.kind(works[0].target)

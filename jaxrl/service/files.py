@@ -80,8 +80,7 @@ class Files:
             params = huggingface.load(directory, dtype=wire)[1]
             return place(params, pool.base.layout.tree(pool.specs))
         adapters = huggingface.load_adapter(directory, pool.specs, dtype=wire)
-        adapters = place(adapters, pool.base.layout.tree(pool.specs.adapters))
-        return lora.Adapted(adapters, pool.base.params, ALPHA)
+        return served(pool, place(adapters, pool.base.layout.tree(pool.specs.adapters)))
 
     def delete(self, path: str) -> None:
         """Deletes a checkpoint's files."""
@@ -89,9 +88,13 @@ class Files:
 
 
 def served(pool: Pool, weights: Any) -> Any:
-    """Returns trained weights as the sampler takes them, in `precision.wire`."""
+    """Returns trained weights as the sampler takes them, in `precision.wire`: adapters beside the
+    base, or with fixed sums merged, as they are trained."""
     rounded = cast(weights, pool.base.precision.wire)
-    return lora.Adapted(rounded, pool.base.params, ALPHA) if pool.kind.rank else rounded
+    if not pool.kind.rank:
+        return rounded
+    adapted = lora.Adapted(rounded, pool.base.params, ALPHA)
+    return lora.merge(adapted) if pool.base.precision.sums == "fixed" else adapted
 
 
 def write_tenant(file: Path, tenant: Tenant, *, seq: int) -> None:

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.core import Precision, cast, count_bucket, jit, jit_forward, segment_totals, to_floats
 from jaxrl.learner import LearnerState, make_update
-from jaxrl.models import Model, Params, init, lora, token_logprobs
+from jaxrl.models import Model, Params, init, lora, sequence_alignment, token_logprobs
+from jaxrl.service import stacks
 from jaxrl.service.losses import find
 from jaxrl.service.rows import parts
 from jaxrl.service.wire import Batch
@@ -127,10 +128,10 @@ class Pool:
             grown = count_bucket(count + 1)
             more = jax.tree.map(lambda x: np.zeros((grown - count, *x.shape), x.dtype), tenant)
             more = place(more, self._stacked)
-            self._stack = more if self._stack is None else _join(self._stack, more)
+            self._stack = more if self._stack is None else stacks.join(self._stack, more)
             self._slots += [None] * (grown - count)
         slot = self._slots.index(None)
-        self._stack = _put(self._stack, tenant, slot)
+        self._stack = stacks.put(self._stack, tenant, slot)
         self._slots[slot] = name
 
     def remove(self, name: str) -> None:
@@ -139,16 +140,16 @@ class Pool:
 
     def read(self, name: str) -> Tenant:
         """Returns a copy of a tenant's state."""
-        return _take(self._stack, self._slots.index(name))
+        return stacks.take(self._stack, self._slots.index(name))
 
     def write(self, name: str, tenant: Tenant) -> None:
         """Replaces a tenant's state."""
         tenant = place(tenant, self._shardings)
-        self._stack = _put(self._stack, tenant, self._slots.index(name))
+        self._stack = stacks.put(self._stack, tenant, self._slots.index(name))
 
     def weights(self, name: str) -> Any:
         """Returns a copy of what a tenant trains."""
-        return _take(self._stack.state.params, self._slots.index(name))
+        return stacks.take(self._stack.state.params, self._slots.index(name))
 
     def step(self, name: str, settings: Mapping[str, float]) -> dict[str, float]:
         """Takes an AdamW step with the summed gradients and clears them; returns its metrics.
@@ -166,7 +167,13 @@ class Pool:
 
         All requests have the same loss, number of targets per token and `forward_only`. Gradients
         of sums over tokens are added to those of the tenants; forward-only requests leave them.
+        With fixed sums each request has batches of its own, so that its numbers depend on no other.
         """
+        if self.base.precision.sums == "fixed":
+            return [found for one in requests for found in self._together([one])]
+        return self._together(requests)
+
+    def _together(self, requests: Sequence[tuple[str, Batch]]) -> list[Scored]:
         data = [batch.data for _, batch in requests]
         first = requests[0][1]
         found = [Scored([None] * len(d), [None] * len(d)) for d in data]  # type: ignore[list-item]
@@ -177,16 +184,19 @@ class Pool:
         )
         unit, whole = self.base.layout.count("batch"), self.base.layout.batch(("batch", "length"))
         rows = NamedSharding(whole.mesh, PartitionSpec(None, *whole.spec))
-        for part in parts(data, slots, tokens=self._tokens, unit=unit):
+        align = sequence_alignment(self.base.precision)
+        for part in parts(data, slots, tokens=self._tokens, unit=unit, align=align):
             count = len(part.arrays["tokens"])
             # Unused entries name a slot that does not exist: read anywhere, written nowhere.
             where = np.full(count, len(self._slots), np.int32)
             where[: len(part.tenants)] = part.tenants
-            mine = _gather((self._stack.state.params, self._stack.state.loss_scale.scale), where)
+            mine = stacks.gather(
+                (self._stack.state.params, self._stack.state.loss_scale.scale), where
+            )
             arrays = place(part.arrays, rows)
             gradients, logprobs, losses = run(self.base.params, *mine, arrays)
             if gradients is not None:
-                sums = _add(self._stack.gradients, gradients, where)
+                sums = stacks.add(self._stack.gradients, gradients, where)
                 self._stack = self._stack._replace(gradients=sums)
             logprobs, losses = jax.device_get((logprobs, losses))
             for one in part.places:
@@ -206,7 +216,7 @@ class Pool:
                 options = {"out_shardings": (self._shardings, None), "donate_argnums": 0}
             elif key[1]:  # forward_only
                 options = {}
-            self._programs[key] = jit(bound, **options)
+            self._programs[key] = jit(bound, sums=self.base.precision.sums, **options)
         return self._programs[key]
 
 
@@ -262,9 +272,14 @@ def _compute(
     """Computes gradients, log-probs and losses of rows [A, R, T]. `mine` are the parameters of A
     tenants, stacked, and `scale` f32[A] their loss scales. The gradients, in precision.grads and
     without the scale, are None without `backward`."""
-    precision = pool.precision
+    precision, whole = pool.precision, None
     trained = cast(mine, precision.compute)
     frozen = cast(base, precision.compute) if pool.adapted else None
+    if pool.adapted and precision.sums == "fixed":  # A = 1: merged, as the sampler has them
+        own = cast(jax.tree.map(lambda x: x[0], mine), precision.wire)
+        whole = lora.Adapted(own, base, ALPHA)
+        merged = cast(lora.merge(whole), precision.compute)
+        trained, pool = jax.tree.map(lambda x: x[None], merged), pool._replace(adapted=False)
 
     def total(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         logprobs = _logprobs(pool, trained, frozen, arrays)
@@ -274,6 +289,9 @@ def _compute(
     if not backward:
         return None, *total(trained)[1]
     gradients, found = jax.grad(total, has_aux=True)(trained)
+    if whole is not None:
+        wide = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)
+        gradients = jax.tree.map(lambda x: x[None], lora.of_adapters(whole, wide))
 
     def unscaled(x: jax.Array) -> jax.Array:
         each = scale.reshape(-1, *[1] * (x.ndim - 1))
@@ -361,28 +379,3 @@ def _targets(base: Base, kind: Kind) -> tuple[str, ...]:
 
 def _is_spec(x: Any) -> bool:
     return hasattr(x, "axes")
-
-
-@functools.partial(jit_forward, donate_argnums=0)
-def _put(stack: Any, one: Any, slot: int) -> Any:
-    return jax.tree.map(lambda x, y: x.at[slot].set(y.astype(x.dtype)), stack, one)
-
-
-@jit_forward
-def _join(stack: Any, more: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), stack, more)
-
-
-@jit_forward
-def _take(stack: Any, slot: int) -> Any:
-    return jax.tree.map(lambda x: x[slot], stack)
-
-
-@jit_forward
-def _gather(stack: Any, slots: jax.Array) -> Any:
-    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), stack)
-
-
-@functools.partial(jit_forward, donate_argnums=0)
-def _add(sums: Any, new: Any, slots: jax.Array) -> Any:
-    return jax.tree.map(lambda x, y: x.at[slots].add(y, mode="drop"), sums, new)

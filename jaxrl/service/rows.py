@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.core import count_bucket
+from jaxrl.core import SHARED, Alignment, count_bucket
 from jaxrl.service.wire import Datum
 
+_ANYWHERE = SHARED._replace(shared=False)
 _CHEAP = 512  # tokens of padding that cost less than a program more, which reads all weights
 
 
@@ -38,7 +39,12 @@ class Part(NamedTuple):
 
 
 def parts(
-    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, tokens: int, unit: int = 1
+    requests: Sequence[Sequence[Datum]],
+    tenants: Sequence[int],
+    *,
+    tokens: int,
+    unit: int = 1,
+    align: Alignment = _ANYWHERE,
 ) -> Iterator[Part]:
     """Packs data into rows and rows into batches.
 
@@ -51,10 +57,11 @@ def parts(
       tenants: the tenant of each request.
       tokens: the largest batch, padding included; `unit` rows of one tenant always fit.
       unit: the number of devices that rows are divided over.
+      align: where data may begin in a row.
     """
     longest = max(len(one.tokens) for data in requests for one in data)
     length = count_bucket(max(longest + 1, 64))
-    rows = _rows(requests, tenants, capacity=length - 1)
+    rows = _rows(requests, tenants, capacity=length - 1, align=align)
     most = 1 << (max(1, tokens // length // unit).bit_length() - 1)  # units, of all tenants
     while rows:
         sizes = {
@@ -81,25 +88,26 @@ def _size(count: int, *, most: int, tokens: int) -> int:
     return min(up if little else up // 2, most)
 
 
-Row = list[tuple[int, int]]  # (request, index) of each datum
+Row = list[tuple[int, int, int]]  # (request, index, begin) of each datum
 
 
 def _rows(
-    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, capacity: int
+    requests: Sequence[Sequence[Datum]], tenants: Sequence[int], *, capacity: int, align: Alignment
 ) -> dict[int, list[Row]]:
     """Assigns data to rows, first fit; rows of different tenants are apart."""
     rows: dict[int, list[Row]] = {}
-    free: dict[int, list[int]] = {}
+    free: dict[int, list[int]] = {}  # from which place on
     for request, (data, tenant) in enumerate(zip(requests, tenants, strict=True)):
         for index, one in enumerate(data):
-            spaces = free.setdefault(tenant, [])
-            size = len(one.tokens)
-            row = next((i for i, space in enumerate(spaces) if space >= size), len(spaces))
-            if row == len(spaces):
-                spaces.append(capacity)
+            ends, size = free.setdefault(tenant, []), len(one.tokens)
+            begins = (align.begin(end, size) for end in ends)
+            fits = ((row, at) for row, at in enumerate(begins) if at + size <= capacity)
+            row, begin = next(fits, (len(ends), 0))
+            if row == len(ends):
+                ends.append(0)
                 rows.setdefault(tenant, []).append([])
-            spaces[row] -= size
-            rows[tenant][row].append((request, index))
+            ends[row] = begin + size
+            rows[tenant][row].append((request, index, begin))
     return rows
 
 
@@ -118,8 +126,7 @@ def _part(
     places = []
     for number, of_tenant in enumerate(rows.values()):
         for row, members in enumerate(of_tenant):
-            begin = 0
-            for segment, (request, index) in enumerate(members, start=1):
+            for segment, (request, index, begin) in enumerate(members, start=1):
                 one = requests[request][index]
                 size = len(one.tokens)
                 at = (number, row, slice(begin, begin + size))
@@ -131,5 +138,4 @@ def _part(
                 for name, values in one.arrays.items():
                     arrays[name][at] = values
                 places.append(Place(request, index, number, row, begin))
-                begin += size
     return Part(tuple(rows), arrays, places)

@@ -40,8 +40,8 @@ class Request(NamedTuple):
       sparse: row pointers and columns, if the targets of `asked` were sent as a sparse array.
       top: number of most probable tokens to name at each position of the samples.
       ends: whether the model's own end tokens also end a sample that has a `stop`.
-      whole: `weights`, if they are all parameters instead of adapters to the base: requests of one
-        batch have this in common.
+      whole: `weights`, if they are all parameters instead of adapters to the base, or adapters that
+        are merged for fixed sums: requests of one batch have this in common.
     """
 
     weights: str
@@ -69,11 +69,13 @@ class Answer(NamedTuple):
       samples: in the order of their indices.
       scores: of the prompt's tokens; None if nothing of it was asked for.
       top: of each sample, the most probable tokens at its positions; empty if not asked for.
+      weights: their name; of a model's present ones `MODEL@N` after its request N.
     """
 
     samples: Sequence[Completion]
     scores: Scores | None
     top: Sequence[Top] = ()
+    weights: str = BASE
 
 
 class Backend(Protocol):
@@ -102,7 +104,6 @@ class Embedded:
         if layout is not None:
             model, settings["layout"] = model._replace(local=layout.local), layout
         self.sampler = EmbeddedSampler(model, base.params, **settings)
-        self._fixed = base.precision.sums == "fixed"
 
     def load(self, weights: Any) -> None:
         """See `Backend.load`."""
@@ -111,18 +112,8 @@ class Embedded:
     def draw(
         self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Backend.draw`. With fixed sums, turns of each weights have a batch of their own:
-        beside other adapters, XLA may add in another order."""
-        several = list(adapters.values())
-        if not self._fixed:
-            yield from self.sampler.sample_own(turns, several)
-            return
-        for own in dict.fromkeys(one.adapters for one in turns):
-            places = [place for place, one in enumerate(turns) if one.adapters == own]
-            alone = [turns[i]._replace(adapters=None if own is None else 0) for i in places]
-            mine = [] if own is None else [several[own]]
-            for number, completion in self.sampler.sample_own(alone, mine):
-                yield places[number], completion
+        """See `Backend.draw`."""
+        yield from self.sampler.sample_own(turns, list(adapters.values()))
 
 
 class Samplers:
@@ -217,7 +208,7 @@ class Samplers:
             assert found is not None
             ids, values = found
             top.append((ids[len(one.prompt) :], values[len(one.prompt) :]))
-        return Answer(samples, scores, top)
+        return Answer(samples, scores, top, one.weights)
 
     def _weights(self, name: str) -> Any:
         """Returns weights with all parameters, or adapters with their scale folded in."""

@@ -74,6 +74,7 @@ class Scorer:
         self._base = base
         self._score = jit(
             functools.partial(_score, model=base.model, precision=base.precision),
+            sums=base.precision.sums,
             static_argnames=("top", "draws"),
         )
 

@@ -394,6 +394,14 @@ def test_the_service_refuses_numbers_of_e4m3_on_servers():
     validate(TinkerConfig, {"precision": "bf16_master,blocks=int8", "sampler": "vllm"})
 
 
+def test_the_service_refuses_fixed_sums_that_would_not_hold():
+    validate(TinkerConfig, {"precision": FIXED})
+    with pytest.raises(ConfigError, match="sums=fixed applies to sampler = 'embedded' only"):
+        validate(TinkerConfig, {"precision": FIXED, "sampler": "vllm"})
+    with pytest.raises(ConfigError, match="sampler = bf16, so that ratios"):
+        validate(TinkerConfig, {"precision": "phantom,sums=fixed"})
+
+
 @pytest.mark.parametrize("beta", [0.9, 0.99, 0.996, 0.997, 0.999])
 def test_betas_under_which_a_moment_in_bf16_cannot_fall_are_refused(beta):
     """Adam's .999 times any of its numbers but the powers of two rounds back to the number."""

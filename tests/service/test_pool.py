@@ -37,7 +37,11 @@ def batch(seed: int, *lengths: int, forward_only: bool = False) -> Batch:
 
 @pytest.fixture(scope="module")
 def base() -> Base:
-    precision = Precision.of("fp32")
+    return base_of("fp32")
+
+
+def base_of(policy: str) -> Base:
+    precision = Precision.of(policy)
     return Base(tiny.model(), cast(tiny.params(), precision.wire), precision, ONE)
 
 
@@ -58,22 +62,57 @@ def trees_close(first, second, *, within=1e-5):
     jax.tree.map(close, first, second)
 
 
-def test_eight_tenants_are_as_each_alone(base):
-    names = [f"t{i}" for i in range(8)]
-    together = pool_of(base, *names)
+@pytest.mark.parametrize(("policy", "within"), [("fp32", 1e-5), ("fp32,sums=fixed", 0)])
+def test_eight_tenants_are_as_each_alone(policy, within):
+    base, names = base_of(policy), [f"t{i}" for i in range(8)]
+    together, alone = pool_of(base, *names), pool_of(base)
     requests = [(name, batch(i, 10 + i, 5)) for i, name in enumerate(names)]
     for _ in range(2):
         found = together.compute(requests)
         for name in names:
             together.step(name, CONDITIONED)
-    for seed, name in ((0, "t0"), (7, "t7")):
-        alone = Pool(base, KIND, tokens=1024)
+    for seed, name in enumerate(names):
         alone.add(name, alone.fresh(seed))
         for _ in range(2):
             own = alone.compute([requests[seed]])
             alone.step(name, CONDITIONED)
-        trees_close(found[seed], own[0])
-        trees_close(together.read(name), alone.read(name))
+        trees_close(found[seed], own[0], within=within)
+        trees_close(together.read(name), alone.read(name), within=within)
+        alone.remove(name)
+
+
+@pytest.mark.parametrize("policy", ["fp32,sums=fixed", "bf16_master,sums=fixed"])
+def test_with_fixed_sums_learner_and_sampler_are_equal(policy):
+    """So are a datum alone and among others, whatever the microbatch."""
+    base = base_of(policy)
+    pool = pool_of(base, "a")
+    for seed in range(2):
+        pool.compute([("a", batch(seed, 12))])
+        pool.step("a", SETTINGS | {"learning_rate": 0.3})
+    samplers = Samplers(
+        base, tokenizer=None, end_ids=(), load=None, backend=Embedded(base, max_batch=8)
+    )
+    samplers.keep("w", served(pool, pool.weights("a")))
+    prompts = [np.arange(2, 2 + n, dtype=np.int32) % 60 + 2 for n in (5, 70, 9)]
+    asked = [Request("w", one, 2, 8, 1.0, 1.0, 0, (), 1, True, whole="w") for one in prompts]
+    found = dict(samplers.answers(asked))
+    data, expected = [], []
+    for number, prompt in enumerate(prompts):
+        for sample in found[number].samples:
+            tokens = np.concatenate([prompt, sample.tokens])
+            weights = {"weights": np.ones((len(tokens) - 1, 1), np.float32)}
+            data.append(Datum(tokens[:-1], tokens[1:, None], weights, True))
+            scores = found[number].scores.logprobs[1:]  # of the prompt
+            expected.append(np.concatenate([scores, sample.logprobs]))
+    several = pool.compute([("a", Batch(data, "cross_entropy", True))])[0].logprobs
+    parts = pool_of(base, "a", tokens=256)
+    parts.write("a", pool.read("a"))
+    apart = parts.compute([("a", Batch(data, "cross_entropy", True))])[0].logprobs
+    first = pool.compute([("a", Batch(data[:1], "cross_entropy", True))])[0].logprobs
+    for mine, other, theirs in zip(several, apart, expected, strict=True):
+        np.testing.assert_array_equal(mine[:, 0], theirs)
+        np.testing.assert_array_equal(mine, other)
+    np.testing.assert_array_equal(first[0], several[0])
 
 
 def test_sums_do_not_depend_on_the_microbatch(base):

@@ -32,7 +32,7 @@ class Tenants:
         shared = Base(self.model, self.base, self.policy, ONE)
         self.embedded = Embedded(shared, max_batch=64)
         self.samplers = Samplers(
-            shared, tokenizer=tokenizer, end_ids=(1,), load=pytest.fail, backend=self.embedded
+            shared, tokenizer=tokenizer, end_ids=(1,), load=self.weights.get, backend=self.embedded
         )
         for seed, (name, (rank, targets)) in enumerate(KINDS.items()):
             specs = lora.adapter_specs(self.model.specs, rank=rank, targets=targets)
@@ -42,12 +42,20 @@ class Tenants:
                 return 0.3 * rng.standard_normal(x.shape).astype(x.dtype)
 
             adapters = jax.tree.map(noise, abstract(specs, dtype=self.policy.wire))
-            self.weights[name] = lora.Adapted(adapters, self.base, ALPHA)
+            adapted = lora.Adapted(adapters, self.base, ALPHA)
+            fixed = self.policy.sums == "fixed"
+            self.weights[name] = lora.merge(adapted) if fixed else adapted
             self.samplers.keep(name, self.weights[name])
 
     def together(self, asked: Sequence[Request]) -> list[Answer]:
-        found = sorted(self.samplers.answers(asked), key=lambda one: one[0])
-        return [answer for _, answer in found]
+        """With fixed sums adapters are merged, and each weights have a batch of their own."""
+        found = dict[int, Answer]()
+        names = [one.weights if self.policy.sums == "fixed" else BASE for one in asked]
+        for name in dict.fromkeys(names):
+            places = [place for place, other in enumerate(names) if other == name]
+            batch = [asked[place]._replace(whole=name) for place in places]
+            found |= {places[place]: answer for place, answer in self.samplers.answers(batch)}
+        return [found[place] for place in range(len(asked))]
 
     def plain(self, one: Request, tokenizer) -> list[Completion]:
         """The samples of the library's sampler, with one set of weights and settings."""
