@@ -45,6 +45,7 @@ class Turn(NamedTuple):
       tokens: i32[C], its own.
       logprobs: f32[C], of its tokens.
       model: the weights that sampled it, as the request named them.
+      version: those weights themselves: of a training client, `MODEL@N` after its request N.
     """
 
     after: int
@@ -52,6 +53,7 @@ class Turn(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     model: str
+    version: str
 
 
 class Recorded:
@@ -69,12 +71,13 @@ class Recorded:
             place = self.conversations.place(request)
             return place, np.concatenate([self.tokens(place.after), place.tokens])
 
-    def add(self, place: Place, sample: Completion) -> TurnAnswer:
-        """Records a turn."""
+    def add(self, place: Place, sample: Completion, version: str) -> TurnAnswer:
+        """Records a turn that the weights `version` sampled."""
         with self._lock:
             found = self.conversations.answer(place, sample.tokens)
             read, model = np.asarray(place.tokens, np.int32), place.request.model
-            self.turns.append(Turn(place.after, read, sample.tokens, sample.logprobs, model))
+            logprobs = sample.logprobs
+            self.turns.append(Turn(place.after, read, sample.tokens, logprobs, model, version))
             return found._replace(truncated=sample.finish_reason == "length")
 
     def chain(self, last: int) -> list[int]:
@@ -92,26 +95,38 @@ class Recorded:
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Returns every sequence that no turn continues: its tokens, their log-probs, and a mask
-        of the sampled ones. Each turn is marked in one sequence, its first."""
+        """Returns every sequence that no turn continues, once for each model that sampled in it:
+        its tokens, their log-probs, a mask of those that the model sampled, and its turns. Each
+        turn is marked in one sequence, its first."""
         turns = list(self.turns)  # others may be added meanwhile
         inner, told = {turn.after for turn in turns}, set[int]()
         found = []
         for last in range(len(turns)):
             if last in inner:
                 continue
-            logprobs, mask = list[float](), list[int]()
-            for place in self.chain(last):
-                turn = self.turns[place]
-                own = place not in told
-                told.add(place)
-                logprobs += [0.0] * len(turn.read)
-                mask += [0] * len(turn.read) + [int(own)] * len(turn.tokens)
-                logprobs += turn.logprobs.tolist() if own else [0.0] * len(turn.tokens)
-            tokens = self.tokens(last).tolist()
-            model = self.turns[last].model
-            found.append({"model": model, "tokens": tokens, "logprobs": logprobs, "mask": mask})
+            chain = self.chain(last)
+            new = [place for place in chain if place not in told]
+            told.update(new)
+            for model in dict.fromkeys(turns[place].model for place in new):
+                own = {place for place in new if turns[place].model == model}
+                found.append(
+                    {"model": model} | self._marked(chain[: chain.index(max(own)) + 1], own)
+                )
         return found
+
+    def _marked(self, chain: list[int], own: set[int]) -> dict[str, Any]:
+        """Returns a sequence in which the turns `own` are marked."""
+        logprobs, mask, spans = list[float](), list[int](), list[dict[str, Any]]()
+        for place in chain:
+            turn, size = self.turns[place], len(self.turns[place].tokens)
+            logprobs += [0.0] * len(turn.read)
+            mask += [0] * len(turn.read)
+            if place in own:
+                spans.append({"begin": len(mask), "end": len(mask) + size, "version": turn.version})
+            logprobs += turn.logprobs.tolist() if place in own else [0.0] * size
+            mask += [int(place in own)] * size
+        tokens = self.tokens(chain[-1]).tolist()
+        return {"tokens": tokens, "logprobs": logprobs, "mask": mask, "turns": spans}
 
 
 class Gateway:
@@ -188,10 +203,11 @@ class Gateway:
         )
         try:
             drawing = engine.with_weights(drawing, weights)
-            (sample,) = (await asyncio.wrap_future(engine.draw(drawing))).samples
+            answer = await asyncio.wrap_future(engine.draw(drawing))
         except RefusedError as error:
             raise TurnRefusedError("invalid", str(error)) from error
-        return await run_in_threadpool(session.add, place, sample)
+        version = answer.weights or self._service.name
+        return await run_in_threadpool(session.add, place, answer.samples[0], version)
 
     def _weights(self, model: str, owner: str) -> str:
         """Returns the weights of a model's name, as `Engine.with_weights` takes them."""

@@ -90,6 +90,32 @@ def test_a_session_is_recorded_as_it_was_sampled(server: Server) -> None:
         assert np.abs(own - np.array(stale, float)[mask]).max() > 1e-3
 
 
+def test_a_sequence_has_the_turns_of_one_model_and_their_versions(server: Server) -> None:
+    agent = openai.OpenAI(base_url=f"{server.url}/s/mixed/v1", api_key=KEYS[0])
+    messages: list = [{"role": "user", "content": "hello"}]
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        for model in ("tiny", client.model_id, "step", client.model_id):
+            if model == "step":
+                client.optim_step(ADAM).result()
+                continue
+            chat = agent.chat.completions.create(
+                model=model, messages=messages, max_completion_tokens=4
+            )
+            messages += [{"role": "assistant", "content": chat.choices[0].message.content}]
+            messages += [{"role": "user", "content": "again"}]
+    base, own = fetch(server, "/s/mixed").json()["sequences"]
+    assert (base["model"], own["model"]) == ("tiny", client.model_id)
+    assert own["tokens"][: len(base["tokens"])] == base["tokens"]
+    assert [one["version"] for one in base["turns"]] == ["tiny"]
+    versions = [f"{client.model_id}@{seq}" for seq in (0, 1)]
+    assert [one["version"] for one in own["turns"]] == versions
+    for one in (base, own):
+        marked = [place for turn in one["turns"] for place in range(turn["begin"], turn["end"])]
+        assert marked == np.flatnonzero(one["mask"]).tolist()
+        assert not np.any(np.array(one["logprobs"])[np.array(one["mask"]) == 0])
+
+
 def test_turns_of_a_session_may_overlap(server: Server) -> None:
     agent = openai.OpenAI(base_url=f"{server.url}/s/many/v1", api_key=KEYS[0])
     first = agent.chat.completions.create(
@@ -132,7 +158,9 @@ def test_a_place_that_was_found_earlier_is_answered_later(server: Server) -> Non
         for text in ("first", "second")
     ]
     for place, turn in reversed(list(zip(places, turns, strict=True))):
-        made.add(place, Completion(0, 0, turn, np.zeros(len(turn)), np.zeros(len(turn)), "length"))
+        made.add(
+            place, Completion(0, 0, turn, np.zeros(len(turn)), np.zeros(len(turn)), "length"), ""
+        )
     for sequence, place, turn in zip(made.sequences(), places[::-1], turns[::-1], strict=True):
         assert sequence["tokens"] == [*place.tokens, *turn]
         assert sequence["mask"] == [0] * len(place.tokens) + [1] * len(turn)
