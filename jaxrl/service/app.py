@@ -27,6 +27,7 @@ from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
 from jaxrl.service.uploaded.program import check
 from jaxrl.service.wire import RefusedError
 
+_MOST_EXPANDED = 1 << 28  # bytes; the client sends 5 MB at once
 _FULL = "rank = 0 trains all parameters"
 
 
@@ -237,7 +238,7 @@ async def _get_info(service: Service, owner: str, request: Request) -> Response:
 async def _forward_backward(service: Service, owner: str, request: Request) -> Response:
     body = await request.body()
     if request.headers.get("content-encoding") == "zstd":
-        body = zstandard.ZstdDecompressor().decompressobj().decompress(body)
+        body = _expanded(body)
     try:
         asked = proto.ForwardBackwardRequest.FromString(body)
     except Exception as damaged:
@@ -246,6 +247,20 @@ async def _forward_backward(service: Service, owner: str, request: Request) -> R
     return await accept(
         service, owner, kind="compute", target=asked.model_id, seq=asked.seq_id, body=body
     )
+
+
+def _expanded(body: bytes) -> bytes:
+    """Decompresses a body; raises RefusedError for one that is damaged or too large."""
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            found = reader.read(_MOST_EXPANDED + 1)
+    except zstandard.ZstdError as damaged:
+        raise RefusedError(f"the body is no zstd: {damaged}") from None
+    if len(found) > _MOST_EXPANDED:
+        raise RefusedError(
+            f"the body has more than {_MOST_EXPANDED} bytes; send fewer data at once"
+        )
+    return found
 
 
 async def _in_order(service: Service, owner: str, request: Request, *, kind: str) -> Response:
