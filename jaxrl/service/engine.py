@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import threading
@@ -28,6 +29,8 @@ from jaxrl.service.state import Store
 from jaxrl.service.wire import RefusedError
 
 _log = logging.getLogger(__name__)
+_KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
+_TIDY_SECONDS = 600.0  # between two looks for answers and checkpoints whose time is over
 _HIDDEN_SECONDS = 7 * 86400  # weights of sampling clients that were made without a name
 
 
@@ -76,6 +79,7 @@ class Engine:
         self.queue, self.history = Queue(kind_of=self._together, models=slots), History()
         self._lock, self._listeners = threading.Lock(), dict[str, list[Callable[[], Any]]]()
         self._drawing: dict[str, Future[Answer]] = {}
+        self._tidied = -math.inf
         self.fault: Exception | None = None  # for which the thread has ended the server
         self._recover()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -190,10 +194,19 @@ class Engine:
                     self._guarded(self._train, training)
                 if samples:
                     self._guarded(self._sample, samples)
+                self._tidy()
         except Exception as error:  # on a full disk not even an error can be answered
             self.fault = error
             _log.exception("the server ends")
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _tidy(self) -> None:
+        """Deletes answers and checkpoints whose time is over, if it has not lately."""
+        if time.monotonic() - self._tidied < _TIDY_SECONDS:
+            return
+        self.store.forget_answers(before=time.time() - _KEPT_SECONDS)
+        self.checkpoints.expire()
+        self._tidied = time.monotonic()
 
     def _guarded(self, do: Callable[[Sequence[Work]], None], works: Sequence[Work]) -> None:
         """Does requests together; if that fails, each alone, so that one costs no other."""
@@ -213,17 +226,25 @@ class Engine:
                     self._guarded(do, [work])
 
     def _sample(self, works: Sequence[Work]) -> None:
-        works = [work._replace(payload=self._present(work.payload)) for work in works]
-        for place, answer in self._samplers.answers([work.payload for work in works]):
-            work = works[place]
+        ready = list[Work]()
+        for work in works:
+            try:
+                ready.append(work._replace(payload=self._present(work.payload)))
+            except RefusedError as error:
+                self.fail(work, error)
+        for place, answer in self._samplers.answers([work.payload for work in ready]):
+            work = ready[place]
             if waiting := self._drawing.pop(work.id, None):
                 waiting.set_result(answer)
             else:
                 self.finish(work.id, answers.samples(work.payload, answer), form="proto")
 
     def _present(self, request: Request) -> Request:
-        """Names the present weights of a model, if a request asks for those."""
+        """Names the present weights of a model, if a request asks for those; raises RefusedError
+        for a checkpoint that is no longer there, whether or not the sampler has it loaded."""
         model = request.weights
+        if model.startswith("tinker://"):
+            self.checkpoints.find(model)
         if not self.queue.known(model):
             return request
         kind = self.kind(model)

@@ -160,6 +160,8 @@ class Samplers:
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answers requests that may be in one batch, see `Request.whole`; yields the place of each
         with its answer, as soon as it has all its samples."""
+        if not requests:
+            return
         whole = requests[0].whole
         names = [one.weights for one in requests]
         adapters = {name: self._weights(name) for name in names if name != BASE and not whole}

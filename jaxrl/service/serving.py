@@ -4,7 +4,6 @@ import functools
 import hashlib
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ from jaxrl.service.servers import Servers
 from jaxrl.service.state import Store
 
 _STARTED_RANK = 64  # the largest of adapters on a server that the service starts
-_KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
 
 
 def kernel_for_tenants(wanted: Wanted, *, platform: str) -> Wanted:
@@ -87,7 +85,6 @@ def open_service(
     with ExitStack() as closing:
         store = Store(directory / "state.sqlite")
         closing.callback(store.close)
-        store.forget_answers(before=time.time() - _KEPT_SECONDS)
         files = Files(directory, base_name=name)
         opened = _backend(settings, base, checkpoint, directory=directory, files=files)
         backend = closing.enter_context(opened)

@@ -148,11 +148,13 @@ class Store:
         request is not computed again."""
         with self.transaction() as db:
             db.execute(
-                "UPDATE requests SET answer = NULL WHERE status = 'done' AND created < ?", (before,)
+                "UPDATE requests SET answer = NULL WHERE status = 'done' AND created < ? "
+                "AND answer IS NOT NULL",
+                (before,),
             )
             db.execute(
                 "UPDATE requests SET body = NULL WHERE kind = 'sample' AND answer IS NULL "
-                "AND status = 'done'"
+                "AND status = 'done' AND body IS NOT NULL"
             )
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import pytest
+import zstandard
 from starlette.testclient import TestClient
 from tinker import types
 
 from jaxrl.core import Precision, cast
+from jaxrl.service import app as app_module, engine as engine_module
 from jaxrl.service.app import application
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
@@ -30,6 +32,10 @@ class Kept:
 
     def keep(self, name: str, weights: Any) -> None:
         pass
+
+    def answers(self, requests: Any) -> Any:
+        assert not requests
+        return iter(())
 
 
 class Client:
@@ -159,3 +165,43 @@ def test_a_stop_that_cannot_be_is_refused(stop: Any, message: str) -> None:
     asked = types.SampleRequest(prompt=types.ModelInput.from_ints([5]), sampling_params=params)
     with pytest.raises(ValueError, match=message):
         decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))
+
+
+def test_a_body_that_expands_without_end_is_refused(client: Client, monkeypatch: Any) -> None:
+    monkeypatch.setattr(app_module, "_MOST_EXPANDED", 1000)
+    for body, message in (
+        (zstandard.compress(bytes(1001)), "more than 1000 bytes"),
+        (zstandard.compress(b"\xff" * 1000), "no ForwardBackwardRequest"),
+        (b"junk", "no zstd"),
+    ):
+        headers = {"content-encoding": "zstd"}
+        refused = client.http.post("/api/v1/forward_backward", content=body, headers=headers)
+        assert (refused.status_code, message in refused.text) == (400, True), refused.text
+
+
+def test_a_deleted_checkpoint_answers_nobody(client: Client) -> None:
+    """Its sampling clients are refused, whether or not the sampler has it loaded."""
+    path = client.result(client.numbered("save_weights_for_sampler", path="gone"))["path"]
+    session = client.model.split(":train:")[0]
+    asked = {"session_id": session, "sampling_session_seq_id": 77, "model_path": path}
+    made = client.post("create_sampling_session", asked).json()["sampling_session_id"]
+    at = f"training_runs/{client.model}/checkpoints/sampler_weights/gone"
+    assert client.http.delete(f"/api/v1/{at}").status_code == 204
+    prompt = types.ModelInput.from_ints([5]).model_dump()
+    asked = {"sampling_session_id": made, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
+    assert "there is no checkpoint" in client.result(client.post("asample", asked))["error"]
+
+
+def test_old_answers_go_while_the_server_runs(client: Client, monkeypatch: Any) -> None:
+    accepted = client.numbered("save_weights", path="old")
+    client.result(accepted)
+    monkeypatch.setattr(engine_module, "_KEPT_SECONDS", -1.0)
+    monkeypatch.setattr(engine_module, "_TIDY_SECONDS", 0.0)
+    late = time.monotonic() + 60
+    while True:
+        client.numbered("save_weights", path=f"at-{client.next}")
+        asked = {"request_id": accepted.json()["request_id"]}
+        if (found := client.post("retrieve_future", asked)).status_code == 410:
+            break
+        assert time.monotonic() < late
+    assert "no longer kept" in found.text
