@@ -1,6 +1,6 @@
 """The losses that the Tinker API names: functions of log-probs and of the arrays of a datum.
 
-The service sums a loss over all tokens. Each equals a composition of `jaxrl.losses`; see
+The service sums a loss over all tokens. Each but `dro` equals a composition of `jaxrl.losses`; see
 tests/service/test_losses.py. The recipes of `jaxrl.losses` have names of their own.
 """
 

@@ -37,6 +37,7 @@ FORMULAS = {
 }
 
 OURS = {
+    "cross_entropy": losses.likelihood(),  # of advantages that are the weights
     "importance_sampling": losses.unclipped(losses.over_sampler),
     "ppo": losses.clipped(losses.over_sampler, low=0.2, high=0.2),
     "cispo": losses.truncated(losses.over_sampler, high=4) * losses.likelihood(),
@@ -73,7 +74,7 @@ def test_losses_are_compositions_of_the_librarys(name):
         positions=jnp.arange(8, dtype=jnp.int32)[None],
         action_mask=jnp.ones((1, 8), bool),
         sampler_logprobs=jnp.asarray(SAMPLER),
-        advantages=jnp.asarray(ADVANTAGES),
+        advantages=jnp.asarray(WEIGHTS if name == "cross_entropy" else ADVANTAGES),
     )
 
     def ours(logprobs):
