@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.config.optimizer import OptimizerConfig
-from jaxrl.config.tinker import TinkerConfig
 from jaxrl.config.toml_file import ConfigError, dumps, flatten, keys, load, validate
 from jaxrl.config.training import Config
 from jaxrl.core.precision import parse
@@ -384,22 +383,6 @@ def test_mesh_rules_can_be_changed():
 def test_rules_must_fit_the_mesh(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_keys(**changes)
-
-
-def test_the_service_refuses_numbers_of_e4m3_on_servers():
-    keys = {"precision": "bf16_master,blocks=e4m3"}
-    validate(TinkerConfig, keys)
-    with pytest.raises(ConfigError, match="'vllm': blocks=e4m3 applies to sampler = 'embedded'"):
-        validate(TinkerConfig, keys | {"sampler": "vllm"})
-    validate(TinkerConfig, {"precision": "bf16_master,blocks=int8", "sampler": "vllm"})
-
-
-def test_the_service_refuses_fixed_sums_that_would_not_hold():
-    validate(TinkerConfig, {"precision": FIXED})
-    with pytest.raises(ConfigError, match="sums=fixed applies to sampler = 'embedded' only"):
-        validate(TinkerConfig, {"precision": FIXED, "sampler": "vllm"})
-    with pytest.raises(ConfigError, match="sampler = bf16, so that ratios"):
-        validate(TinkerConfig, {"precision": "phantom,sums=fixed"})
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.99, 0.996, 0.997, 0.999])
