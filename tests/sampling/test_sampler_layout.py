@@ -1,6 +1,9 @@
 """The embedded sampler's mesh beside a learner that cuts what products sum over."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from jaxrl.core.precision import PRESETS
 from jaxrl.models import spec
 from jaxrl.models.model import decoder
 from jaxrl.sampling.base import SamplingParams
+from jaxrl.sampling.embedded.kv_cache import prefill
 from jaxrl.sampling.embedded.program import decode_program
 from jaxrl.sampling.embedded.sampler import EmbeddedSampler
 from jaxrl.sharding.mesh import make_mesh
@@ -24,17 +28,24 @@ PROMPTS = [np.arange(2, 2 + n, dtype=np.int32) * 7 % 62 for n in (3, 9)]
 GREEDY = SamplingParams(max_tokens=20, temperature=0, stop=())
 
 
-def sent_per_token(model, layout):
-    params = placed(spec.abstract(model.specs, dtype=F32.params), layout.tree(model.specs))
-    program = decode_program(
+def shapes(model, layout):
+    return placed(spec.abstract(model.specs, dtype=F32.params), layout.tree(model.specs))
+
+
+def program_of(model, layout, *, slots=64):
+    return decode_program(
         model._replace(local=layout.local),
-        params,
+        shapes(model, layout),
         rows=8,
-        slots=64,
+        slots=slots,
         sampling=GREEDY,
         precision=F32,
         layout=layout,
     )
+
+
+def sent_per_token(model, layout):
+    program = program_of(model, layout)
     text = program.lowered.compile().as_text() or ""
     found = collectives(text, trips=[program.tokens])
     return sum(traffic.sent for traffic in found.values()) / program.tokens
@@ -83,3 +94,25 @@ def test_a_mesh_without_cut_sums_is_the_samplers():
     assert dict(whole.mesh.shape) == {**dict.fromkeys(whole.mesh.shape, 1), "data": 8}
     assert [*whole.mesh.devices.flat] == [*layout.mesh.devices.flat]
     assert sampler_layout(SamplerConfig(), layout, tiny.model(), sums="fixed") == whole
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "tensor": 2}])
+def test_the_planned_cache_lies_as_a_prefill_leaves_it(sizes):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    layout = Layout(make_mesh(**sizes, devices=devices), RULES["all"])
+    model = tiny.model()._replace(local=layout.local)
+    of_rows = (jnp.ones((8, 16), jnp.int32), jnp.full(8, 9, jnp.int32))
+    tokens, lengths = jax.device_put(of_rows, layout.batch(("batch",)))
+    filled = prefill.lower(
+        shapes(model, layout),
+        tokens,
+        lengths,
+        model=model,
+        precision=F32,
+        record_experts=False,
+        for_cpu=False,
+    )
+    found, _ = filled.compile().output_shardings
+    (_, planned), _ = program_of(model, layout, slots=16).lowered.compile().input_shardings
+    for one, other in ((found.keys, planned.cache.keys), (found.values, planned.cache.values)):
+        assert one.is_equivalent_to(other, 5), (one.spec, other.spec)

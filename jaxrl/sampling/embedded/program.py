@@ -90,13 +90,12 @@ def _state(
 def _shardings(state: DecodeState, layout: Layout) -> DecodeState:
     """Returns the shardings of a batch that the sampler's programs give it: rows over the batch
     axes, the cache's heads over the head axes."""
-    rows, heads = (layout.batch((axis,)).spec for axis in ("batch", "kv_heads"))
+    rows, heads = (layout.batch(axes).spec for axes in (("batch",), ("batch", "kv_heads")))
 
     def of_cache(path: Any, x: Any) -> NamedSharding:
         # The narrow keys of latent attention are one head.
         parted = path[0].name in ("keys", "values") and x.shape[2] > 1
-        axes = (None, *rows, *heads) if parted else (None, *rows)
-        return NamedSharding(layout.mesh, PartitionSpec(*axes))
+        return NamedSharding(layout.mesh, PartitionSpec(None, *(heads if parted else rows)))
 
     cache = jax.tree_util.tree_map_with_path(of_cache, state.cache)
     return DecodeState(cache, jax.tree.map(lambda _: layout.batch(("batch",)), state.rows))
