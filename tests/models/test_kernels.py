@@ -47,6 +47,7 @@ def results(attend, length: int, head_dim: int, *, window=None, cap=None, **more
     """Output and gradients; what padding sees is nobody's business."""
     sizes = (more.get("value_dim", head_dim), more.get("rows", 2))
     (q, k, v, dout), segments = inputs(length, head_dim, *sizes)
+    segments = more.get("segments", segments)
     real = (segments > 0)[:, :, None, None]
 
     @jax.jit
@@ -195,6 +196,30 @@ def test_splash_computes_only_blocks_that_share_a_sequence():
     of_row = splash._of_row(kernel, ids, ids)
     for info in (of_row.fwd_mask_info, of_row.dq_mask_info, of_row.dkv_mask_info):
         assert np.count_nonzero(info.block_mask) == np.count_nonzero(wanted) == 20
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_blocks_between_sequences_are_left_out_and_nothing_changes(fused, monkeypatch):
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setattr(splash, "_LARGE", (kind,) if fused else ())
+    monkeypatch.setattr(splash, "_BLOCKS", (1024, 128))
+    left, prune = [], splash._of_row
+
+    def pruned(kernel, *segments):
+        found = prune(kernel, *segments)
+        assert kernel.kwargs["block_sizes"].use_fused_bwd_kernel == fused
+        for info in (kernel.fwd_mask_info, found.fwd_mask_info):
+            jax.debug.callback(lambda mask: left.append(np.count_nonzero(mask)), info.block_mask)
+        return found
+
+    monkeypatch.setattr(splash, "_of_row", pruned)
+    segments = jnp.asarray(np.repeat([1, 2, 0], [256, 200, 56])[None], jnp.int32)
+    attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
+    form: Any = {"length": 512, "head_dim": 128, "rows": 1, "segments": segments}
+    found = results(attend, **form)
+    jax.effects_barrier()
+    assert {*left} == {10, 6}
+    assert_equal(found, results(attention, **form))
 
 
 @pytest.mark.parametrize(
