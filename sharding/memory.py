@@ -14,6 +14,8 @@ _VIEWS = ("bitcast", "bitcast-convert", "copy", "get-tuple-element", "reshape", 
 # Metadata of a Pallas kernel for GPUs may state the bytes that it reads, if it reads only a part of
 # its operands, and its products.
 _STATED = re.compile(r'serialized_metadata = "\{\\22(bytes|flops)\\22: \\22(\d+)')
+# The kernel with which libtpu multiplies groups of rows; another one prepares its lists.
+_GROUPED = r"ragged-dot-(?!metadata)"
 _CONTROL = ("while", "conditional", "call", "call-start")  # the last on a TPU's SparseCore
 _NAMES = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota")
 
@@ -26,7 +28,7 @@ class Work(NamedTuple):
     times: int  # executions
     read: float  # bytes of device memory
     written: float
-    flops: float  # of its matrix products; those of a kernel only if its metadata states them
+    flops: float  # of its matrix products; of kernels only if their metadata or XLA's name tells
     cycles: float  # as the compiler estimates them; 0 if it does not
     shapes: tuple[tuple[int, ...], ...]  # of the arrays that it gets
 
@@ -170,6 +172,10 @@ def _flops(one: Instruction, inside: Computation, program: Program) -> float:
         return sum(_flops(inner, fused, program) for inner in fused.values())
     if (stated := _stated(one, "flops")) is not None:
         return stated
+    if one.kind == "custom-call" and re.match(_GROUPED, one.name):
+        # The operands before the last two are lists of groups. Each row meets one matrix.
+        rows = hlo.arrays(inside[one.operands[-2]].shape)[0].dimensions
+        return 2.0 * math.prod(rows) * hlo.arrays(one.shape)[0].dimensions[-1]
     if one.kind not in ("dot", "convolution") or any(x not in inside for x in one.operands[:2]):
         return 0.0
     left, right = (hlo.arrays(inside[x].shape)[0].dimensions for x in one.operands[:2])

@@ -95,6 +95,8 @@ def _call(kernel: Any, arrays: Any, *, shape: Any, grid: Any, settings: Settings
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=settings.interpret,
+        # Each row is multiplied by one matrix, or by the same row of the other operand.
+        metadata={"flops": str(2 * arrays[0].size * shape[-1])},
     )(*arrays)
 
 

@@ -82,8 +82,10 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) ->
     one, windowed = work.instruction, "windowed_dot" in work.computation
     if "__cudnn" in one.line or is_splash(one):
         return "attention's kernels"
+    if one.name.startswith("ragged-dot") or "grouped.py" in source:
+        return "products of the experts"
     if is_kernel(one):
-        return "norm, rope and order of heads"
+        return "norm, rope and order of heads" if "heads.py" in source else "other kernels"
     if work.flops:
         if head:
             return "products of the head"

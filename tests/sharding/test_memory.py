@@ -167,3 +167,25 @@ def test_kernel_reads_what_its_metadata_states():
 def test_kernel_has_the_products_that_its_metadata_states():
     (one,) = program_work(KERNEL.replace("bytes", "flops"), trips=())
     assert (one.flops, one.read) == (1048576, 4 * 128 * 2 + 36 * 4096 * 128 * 2)
+
+
+# As libtpu writes grouped products: rows by the matrix of their group, and rows by rows.
+GROUPED = """
+ENTRY %main (s: s32[16], n: s32[1], x: bf16[4096,512], y: bf16[16,512,768], d: bf16[4096,768]) -> f32[16,512,768] {
+  %s = s32[16]{0:T(128)} parameter(0)
+  %n = s32[1]{0:T(128)} parameter(1)
+  %x = bf16[4096,512]{1,0:T(8,128)(2,1)} parameter(2)
+  %y = bf16[16,512,768]{2,1,0:T(8,128)(2,1)} parameter(3)
+  %d = bf16[4096,768]{1,0:T(8,128)(2,1)} parameter(4)
+  %ragged-dot-metadata = s32[47]{0:T(128)} custom-call(%s), custom_call_target="tpu_custom_call"
+  %ragged-dot-none.1 = f32[4096,768]{1,0:T(8,128)} custom-call(%n, %ragged-dot-metadata, %x, %y), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none = f32[16,512,768]{2,1,0:T(8,128)} custom-call(%n, %ragged-dot-metadata, %x, %d), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+def test_grouped_products_on_a_tpu_multiply_each_row_by_one_matrix():
+    work = {one.instruction.name: one for one in program_work(GROUPED, trips=())}
+    each = 2 * 4096 * 512 * 768
+    flops = {name: one.flops for name, one in work.items()}
+    assert flops == {"ragged-dot-metadata": 0, "ragged-dot-none.1": each, "ragged-dot-none": each}

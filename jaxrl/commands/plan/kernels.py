@@ -39,12 +39,13 @@ def _splash_name(one: Instruction) -> str:
 
 def kernel_seconds(work: Work, *, kind: str) -> float:
     """Estimates the seconds of an instruction that is a Pallas kernel, in all its executions; 0 for
-    any other. A kernel whose bundles were not counted takes the time of its bytes at full
-    bandwidth. `kind` is the TPU's name in `TPUS`."""
+    any other. A kernel whose bundles were not counted takes the time of its products or of its
+    bytes at full rate, the longer of the two. `kind` is the TPU's name in `TPUS`."""
     if is_splash(work.instruction):
         return work.times * _splash(work.instruction, work.shapes, kind)
     moved = (work.read + work.written) / (TPUS[kind].memory_rate or math.inf)
-    return moved if is_kernel(work.instruction) else 0.0
+    multiplied = work.flops / TPUS[kind].units["bf16"]
+    return max(moved, multiplied) if is_kernel(work.instruction) else 0.0
 
 
 def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> float:

@@ -91,6 +91,8 @@ def test_only_kernels_have_a_kernels_time():
     # Bundles of a block: all gradients at once, and those of keys and values alone.
     assert fused / forward == pytest.approx(1648 / 981)
     assert apart / forward == pytest.approx(1409 / 981)
+    multiplies = work["tpu_custom_call.1"]._replace(flops=1e15)
+    assert kernel_seconds(multiplies, kind="v6e") == 1e15 / 918e12
 
 
 def _order(name: str) -> tuple[bool, str]:
