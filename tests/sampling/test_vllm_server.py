@@ -1,7 +1,6 @@
 """The vLLM client and whole runs against a real server."""
 
 import dataclasses
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ from jaxrl.bridge.servers.control import VllmServer
 from jaxrl.bridge.servers.launch import LocalServer
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import find_models
-from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.sampler import Serving
-from jaxrl.builders.served_model import connect_reward_model, serves_scores
 from jaxrl.builders.teacher import open_teacher
 from jaxrl.core.batch import given_rollout
 from jaxrl.core.hosts import Hosts
@@ -44,7 +41,6 @@ from tests.sampling.serving import (
     opened,
     signal_all,
     started,
-    stock_server,
     write_material,
 )
 
@@ -183,27 +179,6 @@ def test_served_reference_is_the_initial_model(material, tmp_path):
         found.append([[row[n] for n in ("kl/reference", "loss", "grad_norm")] for row in rows])
     np.testing.assert_allclose(*found, rtol=1e-3, atol=2e-6)
     assert found[0][-1][0] > 100 * abs(found[1][0][0])  # it has moved from a reference that has not
-
-
-@pytest.mark.timeout(900)  # a server starts
-def test_served_reward_model_is_the_embedded_one(material, tmp_path):
-    """vLLM's classifier scores token ids of the same checkpoint as the learner's process does."""
-    sizes = dataclasses.replace(SERVED, scored=True)
-    params = tiny.params(1, config=sizes)
-    params |= {"score": jax.random.normal(jax.random.key(0), params["score"].shape)}
-    path = tmp_path / "model"
-    shutil.copytree(material.directory / "model", path)
-    huggingface.save(path, params, sizes, dtype=FP32.wire)
-    rollouts = [one._replace(action_mask=one.logprobs < 0) for one in tiny.rollouts(9, longest=24)]
-    with stock_server(path, "--runner", "pooling") as url:
-        served, own = (
-            config(material.directory, reward__model=model) for model in (url, f"{path}")
-        )
-        assert serves_scores(served)
-        theirs = connect_reward_model(served, Checkpoint(material.directory / "model"))(rollouts)
-    ours = load_reward_model(own, find_models(own), layout=make_layout(own.mesh))(rollouts)
-    assert np.std(ours) > 1
-    np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
 class Speaks:

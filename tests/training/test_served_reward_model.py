@@ -1,17 +1,33 @@
 """A reward model behind a server; a stand-in speaks the part of vLLM's protocol that it needs."""
 
+import dataclasses
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 import pytest
 
 from jaxrl import huggingface
 from jaxrl.builders import served_model
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import find_models
+from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.served_model import connect_reward_model, serves_scores
 from jaxrl.core.batch import given_rollout
 from jaxrl.tracking.tracker import read_metrics
+from tests import tiny
 from tests.run_config import run_config
+from tests.sampling.serving import (
+    FP32,
+    SERVED,
+    config as serving_config,
+    stock_server,
+    write_material,
+)
 from tests.training import small_runs
 from tests.training.json_server import JsonHandler, serving
 
@@ -95,3 +111,24 @@ def test_a_run_learns_from_a_server_that_fails_at_times(
     with pytest.raises(RuntimeError, match="the rewards of all 12 rollouts failed"):
         small_runs.run(material, tmp_path, **keys, **{"train.steps": 3})
     assert "reward.model: POST" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
+@pytest.mark.timeout(900)  # a server starts
+def test_served_reward_model_is_the_embedded_one(tmp_path):
+    """vLLM's classifier scores token ids of the same checkpoint as the learner's process does."""
+    sizes = dataclasses.replace(SERVED, scored=True)
+    params = tiny.params(1, config=sizes)
+    params |= {"score": jax.random.normal(jax.random.key(0), params["score"].shape)}
+    path = tmp_path / "scorer"
+    write_material(tmp_path)
+    shutil.copytree(tmp_path / "model", path)
+    huggingface.save(path, params, sizes, dtype=FP32.wire)
+    rollouts = [one._replace(action_mask=one.logprobs < 0) for one in tiny.rollouts(9, longest=24)]
+    with stock_server(path, "--runner", "pooling") as url:
+        served, own = (serving_config(tmp_path, reward__model=model) for model in (url, f"{path}"))
+        assert serves_scores(served)
+        theirs = connect_reward_model(served, huggingface.Checkpoint(tmp_path / "model"))(rollouts)
+    ours = load_reward_model(own, find_models(own), layout=make_layout(own.mesh))(rollouts)
+    assert np.std(ours) > 1
+    np.testing.assert_allclose(theirs, ours, rtol=1e-4, atol=1e-4)
