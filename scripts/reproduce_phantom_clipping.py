@@ -4,7 +4,8 @@
     python scripts/reproduce_phantom_clipping.py --quick     two minutes; checks the direction only
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
     python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
-    python scripts/reproduce_phantom_clipping.py runs/phantom --doses        15 minutes a seed
+    python scripts/reproduce_phantom_clipping.py runs/phantom --doses        a quarter hour a seed
+    python scripts/reproduce_phantom_clipping.py runs/phantom --sharp        some minutes a seed
     python scripts/reproduce_phantom_clipping.py runs/phantom --hill         half an hour
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import doses, explanations, grid, hill, phantom, pictures
+from reproduce import explanations, grid, hill, phantom, pictures, regimes
 from reproduce.phantom import SAMPLERS
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three short runs and their checks")
     parser.add_argument("--explanations", action="store_true", help="the write-up's other ones")
     parser.add_argument("--doses", action="store_true", help="clips with more phantom clips")
+    parser.add_argument("--sharp", action="store_true", help="a model with a larger beta")
     parser.add_argument("--hill", action="store_true", help="both policies of each checkpoint")
     parser.add_argument("--samplers", nargs="*", choices=SAMPLERS, default=[*SAMPLERS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -41,7 +43,18 @@ def main() -> None:
         print(explanations.table(explanations.compared(directory, seed=seed)))
         return
     if arguments.doses:
-        print(doses.table(doses.compared(directory, seeds=arguments.seeds)))
+        runs = regimes.compared(
+            directory / "doses", material=directory, cases=regimes.DOSES, seeds=arguments.seeds
+        )
+        print(regimes.table("clip", runs))
+        return
+    if arguments.sharp:
+        material = directory / "sharp"
+        phantom.write_material(material, model=regimes.SHARP, seeds=arguments.seeds)
+        runs = regimes.compared(
+            material, material=material, cases=regimes.SHARP_CASES, seeds=arguments.seeds
+        )
+        print(regimes.table("model", runs))
         return
     if arguments.hill:
         print(

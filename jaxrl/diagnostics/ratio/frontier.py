@@ -64,7 +64,8 @@ def cheapest(choices: Sequence[Choice], *, bound: float) -> Choice | None:
 
 
 def draw_frontier(choices: Sequence[Choice], *, bound: float, cost: str) -> Figure:
-    """Draws beta against cost, with the frontier and the bound. `cost` labels its axis."""
+    """Draws beta against cost, with the frontier and the bound. `cost` labels its axis; names stand
+    below the choices of the frontier and above other presets."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
     floor = min([c.beta for c in choices if c.beta > 0], default=bound) / 3  # 0 has no logarithm
@@ -80,7 +81,14 @@ def draw_frontier(choices: Sequence[Choice], *, bound: float, cost: str) -> Figu
     for choice in _known(choices):
         place = choice.cost, max(choice.beta, floor)
         panel.scatter(*place, s=18, color="#1f5fbf" if choice in line else "0.6")
-        panel.annotate(choice.name, place, fontsize=7, xytext=(4, 3), textcoords="offset points")
+        if choice in line or choice.name in PRESETS:
+            panel.annotate(
+                choice.name,
+                place,
+                fontsize=7,
+                xytext=(5, -9 if choice in line else 5),
+                textcoords="offset points",
+            )
     panel.set(yscale="log", xlabel=cost, ylabel="standard deviation of beta, nats")
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8, frameon=False)
