@@ -1,5 +1,6 @@
 """Scripts that disturb runs and judge them: no crash and no NaN passes, and no process is left."""
 
+import functools
 import importlib
 import os
 import signal
@@ -39,12 +40,15 @@ def test_losses_that_are_no_numbers_deviate(load):
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks at /proc")
 def test_processes_are_found_beside_one_whose_command_is_no_text(load):
     served = load("experiments.served")
-    waits, word = b"read\n", f"of {os.getpid()}"  # until its input is closed
+    waits, word = b"echo\nread\n", f"of {os.getpid()}"  # until its input is closed
+    begin = functools.partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with (
-        subprocess.Popen([b"bash", b"-c", waits, b"\xff"], stdin=subprocess.PIPE) as odd,
-        subprocess.Popen(["bash", "-c", waits, word], stdin=subprocess.PIPE) as sought,
+        begin([b"bash", b"-c", waits, b"\xff"]) as odd,
+        begin(["bash", "-c", waits, word]) as sought,
     ):
         try:
+            for process in (odd, sought):  # a process has its words a moment after Popen returns
+                process.stdout.readline()
             assert served.processes("bash", word) == [sought.pid]
         finally:
             odd.kill()
