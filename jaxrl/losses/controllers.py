@@ -4,6 +4,7 @@ A controller has no state; a run keeps the coefficient in its checkpoints. The l
 step in `batch.coefficients` and asks the controller for the next one after each rollout.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -54,7 +55,7 @@ def controlled(term: TokenLoss, name: str) -> TokenLoss:
         value, metrics = term.apply(scores, batch)
         return batch.coefficients[name] * value, metrics
 
-    return TokenLoss(term.needs, apply, formula=f"controlled({term!r}, {name!r})")
+    return dataclasses.replace(term, apply=apply, formula=f"controlled({term!r}, {name!r})")
 
 
 @dataclass(frozen=True, kw_only=True)
