@@ -56,7 +56,6 @@ def table(name: str, results: Mapping[tuple[str, str], Sequence[Entries]]) -> st
     for (case, dtype), runs in results.items():
         lengths = -curve(runs, "reward")
         course = lengths.mean(axis=0)
-        thirds = (0, *(len(course) * i // 3 - 1 for i in (1, 2, 3)))
         reached = sorted(phantom.steps_to_near(run) for run in runs)
         clipped = sum(early(runs, side) for side in ("clip/low", "clip/high"))
         rows.append(
@@ -66,7 +65,9 @@ def table(name: str, results: Mapping[tuple[str, str], Sequence[Entries]]) -> st
                 "beta std, 1-10": spread(early(runs, "probe/beta_std"), "{:.2f}"),
                 "before an update, 1-10": spread(early(runs, "probe/clipped")),
                 "clipped, 1-10": spread(clipped),
-                "length at first, 1/3, 2/3, last": ", ".join(f"{course[i]:.1f}" for i in thirds),
+                "length at rollout 1, 10, 20, 30": ", ".join(
+                    f"{course[i]:.1f}" for i in (0, 9, 19, 29)
+                ),
                 "of the last 5": spread(lengths[:, -5:].mean(axis=1), "{:.1f}"),
                 "rollouts to within 10 %": ", ".join(
                     "never" if np.isinf(near) else f"{near:.0f}" for near in reached
