@@ -1,7 +1,7 @@
 """Builds the recipe that a config names: its loss and its advantage estimator."""
 
 from jaxrl import losses
-from jaxrl.advantages import by_component, is_marked, max_rl, within_group
+from jaxrl.advantages import by_component, is_marked, max_rl, remax, within_group
 from jaxrl.config.training import Config
 from jaxrl.losses import Need, Recipe
 
@@ -11,8 +11,9 @@ def make_recipe(config: Config) -> Recipe:
 
     Raises:
       ValueError: as `losses.build`; also for groups of one where the advantage compares a group,
-        a KL penalty that the advantage ignores, penalties where it divides by the mean reward, keys
-        of a critic for a recipe without one, and a policy loss that reads a critic's values.
+        a KL penalty that the advantage ignores, penalties where it divides by the mean reward, a
+        greedy baseline of a server that sleeps, keys of a critic for a recipe without one, and a
+        policy loss that reads a critic's values.
     """
     recipe = losses.build(
         config.loss.name,
@@ -36,6 +37,11 @@ def make_recipe(config: Config) -> Recipe:
         raise ValueError(
             f"reward.{name} = {paid[name]:g} can make rewards negative, and max_rl divides by "
             "their mean; leave it out, or choose another loss.advantage"
+        )
+    if config.sampler.sleep and recipe.advantages is remax:
+        raise ValueError(
+            "sampler.sleep = true, and the advantage remax asks for greedy completions while the "
+            "server sleeps; leave sampler.sleep out, or choose another loss.advantage"
         )
     given = {"path": config.critic.path, "pretrain_steps": config.critic.pretrain_steps}
     if recipe.critic is None and (unused := [name for name, value in given.items() if value]):

@@ -258,6 +258,12 @@ def test_max_rl_refuses_penalties():
         make_recipe(with_keys(loss__name="max_rl", reward__overlong_buffer=8))
 
 
+def test_a_greedy_baseline_needs_a_server_that_is_awake():
+    with pytest.raises(ValueError, match=r"leave sampler\.sleep out"):
+        make_recipe(with_keys(loss__name="remax", **ASLEEP))
+    make_recipe(with_keys(loss__name="grpo", **ASLEEP))
+
+
 @pytest.mark.parametrize(("key", "value"), [("path", "c"), ("pretrain_steps", 3)])
 def test_keys_of_a_critic_need_one(key, value):
     with pytest.raises(ValueError, match=rf"critic\.{key} = .* loss\.name = 'grpo' has no critic"):

@@ -6,6 +6,7 @@ import pytest
 from jaxrl.diagnostics.ratio.agreement import agreement_metrics, prefix_sums
 from jaxrl.diagnostics.ratio.pictures import draw
 from jaxrl.diagnostics.ratio.split import LogRatio
+from jaxrl.losses.algebra import Clip
 
 
 def ratio(beta, *, sequences=None, alpha=0.0) -> LogRatio:
@@ -53,5 +54,17 @@ def test_sequence_spread_needs_eight_sequences():
 def test_any_number_of_policies_is_drawn(count, tmp_path):
     sequences = np.repeat([0, 1], 6)
     both = {f"{i}": ratio([0.1 * i] * 12, sequences=sequences, alpha=0.2 * i) for i in range(count)}
-    draw(both, title="t", low=0.2, high=0.2).savefig(tmp_path / "b.png")
+    draw(both, title="t", clip=Clip(0.2, 0.2)).savefig(tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_clip_is_drawn_where_its_unit_is():
+    def panels(unit):
+        figure = draw({"a": ratio([0.1] * 4)}, title="t", clip=Clip(0.2, 0.25, unit))
+        labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes if axes.get_visible()]
+        return ["clip" in one or "not clipped" in one for one in labels]
+
+    # Of tokens; growth with length; by probability.
+    assert panels("token") == [True, False, True]
+    assert panels("product") == [False, True, False]
+    assert panels("mean") == [False, False, False]

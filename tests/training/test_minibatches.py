@@ -262,10 +262,11 @@ def test_an_episode_of_several_sequences_continues_after_its_last_one(targets):
 
 
 def test_a_server_that_sleeps_is_asked_for_nothing():
-    keys = {"loss.name": "remax", "sampler.name": "vllm", "sampler.sleep": "true"}
+    keys = {"sampler.name": "vllm", "sampler.sleep": "true"}
     config = run_config("nothing", **keys)
     rollouts = [one._replace(components=(one.reward,)) for one in tiny.rollouts(2)]
-    learning: Any = SimpleNamespace(recipe=make_recipe(config), critic=None)
+    recipe = dataclasses.replace(make_recipe(config), advantages=lambda given: given.greedy())
+    learning: Any = SimpleNamespace(recipe=recipe, critic=None)
     # A sampler would have to be asked, and there is none.
     source = SimpleNamespace(config=config, task=SimpleNamespace(weights={"given": 1.0}))
     run: Any = SimpleNamespace(learning=learning, source=source, hosts=None)

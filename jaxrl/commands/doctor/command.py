@@ -92,12 +92,11 @@ def _compare(config: DoctorConfig, *, note: Callable[[str], None]) -> int:
     from jaxrl.diagnostics import draw
 
     measurements = examine(config, note=note)
-    advice, out, (low, high) = recommend(measurements), Path(config.out), config.clip_range
+    advice, out = recommend(measurements), Path(config.out)
     figure = draw(
         {f"{m.precision} / {m.sampler}": m.ratio for m in measurements},
         title=f"learner against sampler with equal weights: {config.model.path}",
-        low=low,
-        high=high,
+        clip=config.clip,
     )
     figure.savefig(out / "doctor.png", dpi=110, format="png")
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
