@@ -41,18 +41,18 @@ def publish_metrics(old: Any, new: Any, *, precision: Precision) -> Metrics:
     narrow = jnp.dtype(jnp.bfloat16)
     once = precision.wire == precision.sampler == narrow and precision.blocks != "e4m3"
 
-    def on_gpu(squares: jax.Array, same: jax.Array, *both: jax.Array) -> _Sums:
+    def on_chip(squares: jax.Array, same: jax.Array, *both: jax.Array) -> _Sums:
         # With the same cast here, XLA would keep the one that the step begins with, and read it.
         if once:
             a, b = (lax.reduce_precision(x.astype(jnp.float32), 8, 7) for x in both)
             same = a == b
         return _sums_by_sign(squares, same)
 
-    def elsewhere(squares: jax.Array, same: jax.Array, *_: jax.Array) -> _Sums:
+    def on_cpu(squares: jax.Array, same: jax.Array, *_: jax.Array) -> _Sums:
         return _sums(squares, same)
 
     found = jax.tree.map(
-        lambda *given: lax.platform_dependent(*given, cuda=on_gpu, default=elsewhere),
+        lambda *given: lax.platform_dependent(*given, cpu=on_cpu, default=on_chip),
         squares,
         same,
         before,
@@ -82,8 +82,8 @@ def _sums(squares: jax.Array, same: jax.Array) -> _Sums:
 
 def _sums_by_sign(squares: jax.Array, same: jax.Array) -> _Sums:
     """Equals `_sums`, but for the rounding of each square to bf16. To read weights before and after
-    an update in place, XLA for GPUs copies all of them. Here the update's own pass writes squares,
-    those of changed words with a minus sign."""
+    an update in place, XLA for GPUs and TPUs copies all of them. Here the update's own pass writes
+    squares, those of changed words with a minus sign."""
     signed = jnp.where(same, squares, -squares).astype(jnp.bfloat16)
     signed = lax.optimization_barrier(signed).astype(jnp.float32)
     changed = masked_mean(jnp.signbit(signed), jnp.ones_like(same, bool))

@@ -42,21 +42,19 @@ def test_the_share_is_counted_in_numpy(size):
     assert same.mean() == pytest.approx(expected, abs=1e-6)
 
 
-def for_cuda(*operands, cuda=None, cpu=None, default=None, **_):
-    chosen = cuda or cpu or default
-    assert chosen is not None
-    return chosen(*operands)
+def for_chips(*operands, default, **_):
+    return default(*operands)
 
 
 @pytest.mark.parametrize(
     ("text", "platform"),
-    [("phantom", "cuda"), ("phantom", "cpu"), ("phantom,wire=f8_e4m3", "cpu"), ("bf16", "cpu")],
+    [("phantom", "chip"), ("phantom", "cpu"), ("phantom,wire=f8_e4m3", "cpu"), ("bf16", "cpu")],
 )
 def test_published_words_are_counted_in_numpy(text, platform, monkeypatch):
     """Words of a copy that is rounded twice, against numpy's own rounding; each parameter moves by
     another size."""
-    if platform == "cuda":
-        monkeypatch.setattr(lax, "platform_dependent", for_cuda)
+    if platform == "chip":
+        monkeypatch.setattr(lax, "platform_dependent", for_chips)
     precision = Precision.of(text)
     one = learner(precision=precision, optimizer=constant(3e-4))
     reporting = reporting_publish(
@@ -79,14 +77,14 @@ def test_published_words_are_counted_in_numpy(text, platform, monkeypatch):
     assert found["publish/changed"] == pytest.approx(expected["moved"] / expected["words"])
     share = expected["lost"] / expected["whole"]
     assert found["publish/absorbed"] == pytest.approx(
-        share, rel=1e-3 if platform == "cuda" else 1e-4
+        share, rel=1e-3 if platform == "chip" else 1e-4
     )
     assert (share == 0) == (text == "bf16")  # the parameters are what is published
     rest = {name: x for name, x in found.items() if not name.startswith("publish/")}
     assert rest == to_floats(one.step(state, batch)[1])
 
 
-def test_comparison_on_gpus_differs_by_the_rounding_of_squares():
+def test_comparison_on_chips_differs_by_the_rounding_of_squares():
     rng = np.random.default_rng(0)
     squares = rng.normal(size=(64, 128)).astype(np.float32) ** 2
     same = rng.random((64, 128)) < 0.3
