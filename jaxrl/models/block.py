@@ -155,7 +155,7 @@ def _arranged(y, layer, table, name, axis, *, context):
         rotation = RopeTable(own["cos"], own["sin"]) if "cos" in own else None
         if context.on_gpu and rotation is not None:
             return turn(own["y"], rotation, own.get("weight"), settings)
-        return arrange(own["y"], rotation, own.get("weight"), settings).swapaxes(1, 2)
+        return arrange(own["y"], rotation, own.get("weight"), settings)
 
     output = (*tokens, axis, "head_dim")
     run = context.local(on_device, inputs=tuple(axes.values()), output=output)

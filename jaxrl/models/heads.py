@@ -1,7 +1,7 @@
 """Queries, keys and values on a TPU: norm, rope and the order of heads in one pass over memory.
 
 XLA makes several passes of them, in f32, because projections end in [B, T, H * hd] while attention
-reads [B, H, T, hd] (docs/results/chips.md). The kernels round where the plain form does.
+reads [H, B, T, hd] (docs/results/chips.md). The kernels round where the plain form does.
 """
 
 import functools
@@ -32,7 +32,7 @@ def arrange(
     y: jax.Array, table: RopeTable | None, weight: jax.Array | None, settings: Settings
 ) -> jax.Array:
     """Divides projections [B, T, H * hd] by heads, applies the norm and the rope of queries and
-    keys, and returns [B, H, T, hd], all in `activations`.
+    keys, and returns [B, T, H, hd], all in `activations`. It lies in memory as [H, B, T, hd].
 
     Args:
       y: in `activations`.
@@ -43,19 +43,19 @@ def arrange(
     length, size = y.shape[1], settings.size
     whole = table is None or 2 * table.cos.shape[-1] == size
     if size % _LANES or length % _LANES or not whole or y.dtype != jnp.bfloat16:
-        return plain(y, table, weight, settings).swapaxes(1, 2)
+        return plain(y, table, weight, settings)
     rotation = None
     if table is not None:
         cos, sin = table.cos[:, :, 0], table.sin[:, :, 0]
         rotation = tuple(jnp.concatenate(x, axis=-1) for x in ((cos, cos), (-sin, sin)))
     row = None if weight is None else weight.reshape(1, size)
-    return _arrange(y, rotation, row, settings)
+    return _arrange(y, rotation, row, settings).transpose(1, 2, 0, 3)
 
 
 def plain(
     y: jax.Array, table: RopeTable | None, weight: jax.Array | None, settings: Settings
 ) -> jax.Array:
-    """Computes `arrange` by XLA, but in the order of projections: [B, T, H, hd]."""
+    """Computes `arrange` by XLA, which keeps the order of projections."""
     precision = settings.precision
     y = y.reshape(*y.shape[:2], -1, settings.size)
     if weight is not None:
@@ -75,14 +75,14 @@ def _forward_kernel(*refs, names, heads, settings):
         if "cos" in of:
             wide = x.astype(jnp.float32)
             x = (wide * of["cos"][0] + _turned(wide) * of["sin"][0]).astype(x.dtype)
-        of["out"][0, h] = x
+        of["out"][h, 0] = x
 
 
 def _backward_kernel(*refs, names, heads, settings):
     of = dict(zip(names, refs, strict=True))
     total = jnp.zeros(of["dout"].shape[2:], jnp.float32)
     for h in range(heads):
-        g = of["dout"][0, h]
+        g = of["dout"][h, 0]
         if "cos" in of:
             wide = g.astype(jnp.float32)
             g = (wide * of["cos"][0] + _turned(wide * of["sin"][0])).astype(g.dtype)
@@ -115,7 +115,7 @@ def _turned(x: jax.Array) -> jax.Array:
 
 def _call(kernel: Any, given: dict[str, Any], made: dict[str, Any], settings: Settings) -> Any:
     """Runs a kernel for each block of tokens of each row. Arrays lie by tokens, [B, T, ...], by
-    heads, [B, H, T, hd], by blocks, [B, T / block, 8, hd], or are rows [1, hd]."""
+    heads, [H, B, T, hd], by blocks, [B, T / block, 8, hd], or are rows [1, hd]."""
     from jax.experimental import pallas  # slow to import
 
     batch, length, width = given["y"].shape if "y" in given else made["dy"].shape
@@ -128,8 +128,8 @@ def _call(kernel: Any, given: dict[str, Any], made: dict[str, Any], settings: Se
         if name == "dweight":
             return pallas.BlockSpec((1, 1, *x.shape[2:]), lambda b, t: (b, t, 0, 0))
         if x.ndim == 4:
-            shape = (1, x.shape[1], block, x.shape[3])
-            return pallas.BlockSpec(shape, lambda b, t: (b, 0, t, 0))
+            shape = (x.shape[0], 1, block, x.shape[3])
+            return pallas.BlockSpec(shape, lambda b, t: (0, b, t, 0))
         return pallas.BlockSpec((1, block, x.shape[2]), lambda b, t: (b, t, 0))
 
     if "dweight" in made:
@@ -150,7 +150,7 @@ def _call(kernel: Any, given: dict[str, Any], made: dict[str, Any], settings: Se
 def _arrange_forward(y, rotation, weight, settings):
     more = _named(rotation, weight)
     heads = y.shape[2] // settings.size
-    out = jax.ShapeDtypeStruct((y.shape[0], heads, y.shape[1], settings.size), y.dtype)
+    out = jax.ShapeDtypeStruct((heads, *y.shape[:2], settings.size), y.dtype)
     (out,) = _call(_forward_kernel, {"y": y, **more}, {"out": out}, settings)
     # Without a norm the backward pass needs no `y`.
     return out, (y if weight is not None else None, rotation, weight)
@@ -158,7 +158,7 @@ def _arrange_forward(y, rotation, weight, settings):
 
 def _arrange_backward(settings, residuals, dout):
     y, rotation, weight = residuals
-    batch, heads, length, size = dout.shape
+    heads, batch, length, size = dout.shape
     made = {"dy": jax.ShapeDtypeStruct((batch, length, heads * size), dout.dtype)}
     given = {"dout": dout, **_named(rotation, weight)}
     if weight is None:

@@ -49,7 +49,7 @@ def by_cause(
     """
     sheet, sources = CHIPS[chip], _sources(text)
     size = f"({head_dim}|{head_dim // 2})"
-    forms = (rf"[\[,]{n},(\d+,)?{size}\]|\[\d+,(\d+,)?{n}\]|\[\d+,{n},\d+\]" for n in heads)
+    forms = (rf"[\[,]{n},(\d+,){{0,2}}{size}\]|\[\d+,(\d+,)?{n}\]|\[\d+,{n},\d+\]" for n in heads)
     of_heads = re.compile("|".join(forms))
     found: dict[str, Cost] = collections.defaultdict(Cost)
     for work in program_work(text, trips=trips):

@@ -20,7 +20,7 @@ def results(*, normed, turned, interpret, precision="bf16_master", share=1.0, ma
     precision, rng = parse(precision), np.random.default_rng(0)
     dtype = precision.activations
     y = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS * SIZE)), dtype)
-    dout = jnp.asarray(rng.normal(size=(BATCH, HEADS, LENGTH, SIZE)), dtype)
+    dout = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, SIZE)), dtype)
     weight = jnp.asarray(rng.normal(size=SIZE), jnp.float32) if normed else None
     positions = jnp.asarray(np.tile(np.arange(LENGTH) % 100, (BATCH, 1)))
     rope = Rope(share=share)
@@ -59,12 +59,9 @@ def test_kernels_equal_the_plain_form(form, monkeypatch):
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_kernels_of_gpus_equal_the_plain_form(normed):
-    def in_order(made_by):
-        return lambda *given: made_by(*given).swapaxes(1, 2)
-
     form = {"normed": normed, "turned": True}
-    found = results(interpret=True, made_by=in_order(by_kernel), **form)
-    expected = results(interpret=False, made_by=in_order(heads.plain), **form)
+    found = results(interpret=True, made_by=by_kernel, **form)
+    expected = results(interpret=False, made_by=heads.plain, **form)
     agree(found, expected, normed=normed)
 
 
@@ -82,5 +79,5 @@ def agree(found, expected, *, normed):
 def test_other_forms_are_plain(form):
     """Without interpret mode a kernel could not run here."""
     out, (dy, _) = results(normed=True, turned=True, interpret=False, **form)
-    assert out.shape == (BATCH, HEADS, LENGTH, SIZE)
+    assert out.shape == (BATCH, LENGTH, HEADS, SIZE)
     assert np.abs(dy).max() > 0

@@ -193,7 +193,7 @@ def test_splash_computes_only_blocks_that_share_a_sequence():
         scoring = Scoring(None, SCALE)
         kernel = splash.build(q, there, scoring=scoring, interpret=True)
     ids = jnp.asarray(segments, jnp.int32)
-    of_row = splash._of_row(kernel, ids, ids)
+    of_row = splash._of_rows(kernel, ids[None], ids[None])
     for info in (of_row.fwd_mask_info, of_row.dq_mask_info, of_row.dkv_mask_info):
         assert np.count_nonzero(info.block_mask) == np.count_nonzero(wanted) == 20
 
@@ -203,7 +203,7 @@ def test_blocks_between_sequences_are_left_out_and_nothing_changes(fused, monkey
     kind = jax.devices()[0].device_kind
     monkeypatch.setattr(splash, "_LARGE", (kind,) if fused else ())
     monkeypatch.setattr(splash, "_BLOCKS", (1024, 128))
-    left, prune = [], splash._of_row
+    left, prune = [], splash._of_rows
 
     def pruned(kernel, *segments):
         found = prune(kernel, *segments)
@@ -212,7 +212,7 @@ def test_blocks_between_sequences_are_left_out_and_nothing_changes(fused, monkey
             jax.debug.callback(lambda mask: left.append(np.count_nonzero(mask)), info.block_mask)
         return found
 
-    monkeypatch.setattr(splash, "_of_row", pruned)
+    monkeypatch.setattr(splash, "_of_rows", pruned)
     segments = jnp.asarray(np.repeat([1, 2, 0], [256, 200, 56])[None], jnp.int32)
     attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
     form: Any = {"length": 512, "head_dim": 128, "rows": 1, "segments": segments}

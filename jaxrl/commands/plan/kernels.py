@@ -50,15 +50,17 @@ def kernel_seconds(work: Work, *, kind: str) -> float:
 
 def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> float:
     """Estimates the seconds of a call of splash attention, from the shapes of the arrays that it
-    reads; the largest are the queries, [B, H, T, head_dim], without B if it is 1."""
-    whole = ((1, *shape) if len(shape) == 3 else shape for shape in shapes)
-    queries = max((shape[:3] for shape in whole if len(shape) == 4), key=math.prod)
-    blocks = queries[2] / _BLOCK
-    blocks = queries[0] * queries[1] * blocks * (blocks + 1) / 2
+    reads; the largest are the queries, [H, rows * T, head_dim]. The first is a list of blocks,
+    [1, queries, keys]: in one direction of all rows, in the other of one."""
+    arrays = [shape for shape in shapes if len(shape) == 3]
+    heads, tokens, _ = max(arrays, key=math.prod)
     forward, dq, dkv, fused = _BUNDLES[kind]
     name = _splash_name(one)
-    gradients = one.shape.count(f"{queries[2]},") if "dkv" in name else 0
     bundles = dq if "_dq" in name else dkv if "dkv" in name else forward
-    if gradients > 2 and re.search(rf"\[\d+,(\d+,)?{queries[1]},{queries[2]},", one.shape):
-        bundles = fused
+    rows = max(1, max(arrays[0]) // min(arrays[0][1:]))
+    gradients = one.shape.count(f"{tokens},") if "dkv" in name else 0
+    if gradients > 2 and re.search(rf"\[\d+,{heads},{tokens},", one.shape):
+        bundles, rows = fused, 1
+    blocks = tokens / rows / _BLOCK
+    blocks = heads * rows * blocks * (blocks + 1) / 2
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)

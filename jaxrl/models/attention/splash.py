@@ -1,13 +1,14 @@
 """Splash: the TPU's flash attention from jax.experimental.pallas, for rows of several sequences.
 
 The kernel leaves out blocks that no query sees. Which these are is known at compile time for the
-causal mask and windows; for the sequences of a row it is found at run time (`_of_row`).
+causal mask and windows; for the sequences of a row it is found at run time (`_of_rows`).
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import Part
@@ -26,9 +27,9 @@ _LONGEST = 131_072
 # Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
 # queries once for each part of the keys, in their dtype, and XLA adds the parts.
 _FUSED = 4
-# Rows up to which each has kernels of its own. A batch of rows is a loop, because their masks are
-# found at run time, and it copies each row's arrays in and out.
-_UNROLLED = 4
+# Rows of a device up to which that kernel is used: each has one of its own, as a part of the keys
+# would write zeros for the queries of all other rows.
+_FUSED_ROWS = 4
 
 
 def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) -> Any:
@@ -39,7 +40,8 @@ def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) ->
     length, shards = q.shape[1], layout.count("length")
     kind = layout.mesh.devices.flat[0].device_kind
     block = block_size(length // shards, kind)
-    fused = is_fused(length, block, kind)
+    few = q.shape[0] // layout.count("batch") <= _FUSED_ROWS
+    fused = few and is_fused(length, block, kind)
     if scoring.window is None:
         mask = splash.CausalMask((length, length), shard_count=shards)
     else:
@@ -91,24 +93,34 @@ def attend(
     precision: Precision,
 ) -> jax.Array:
     """Computes `blocks.attention` with the result of `build`, whose window and soft cap count."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     # The kernel does not scale, so that queries are rounded once more than in `blocks.attention`.
     scaled = q.astype(precision.accumulate) * scoring.scale
-    arrays = (_padded(x.astype(precision.compute)) for x in (scaled, k, v))
+    arrays = [_padded(x.astype(precision.compute)) for x in (scaled, k, v)]
     of_keys = segments if part is None else part.segments
 
-    def row(q, k, v, of_queries, of_keys):
-        from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    def some(rows: slice) -> jax.Array:
+        queries, keys = segments[rows], of_keys[rows]
+        ids = splash.SegmentIds(q=queries.reshape(-1), kv=keys.reshape(-1))
+        given = (_joined(x[rows]) for x in arrays)
+        out = _of_rows(kernel, queries, keys)(*given, ids, scoring.sinks)
+        return out.reshape(len(out), *queries.shape, -1).transpose(1, 2, 0, 3)
 
-        ids = splash.SegmentIds(q=of_queries, kv=of_keys)
-        return _of_row(kernel, of_queries, of_keys)(q, k, v, ids, scoring.sinks)
+    at_once = len(q) if _all_at_once(kernel, of_keys) else 1
+    parts = [some(slice(i, i + at_once)) for i in range(0, len(q), at_once)]
+    out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return out[..., : v.shape[-1]].astype(precision.activations)
 
-    rows: Any = (*(x.transpose(0, 2, 1, 3) for x in arrays), segments, of_keys)
-    if len(q) <= _UNROLLED:
-        parts = zip(*(jax.lax.split(x, [1] * len(x)) for x in rows), strict=True)
-        out = jnp.stack([row(*(x[0] for x in part)) for part in parts])
-    else:
-        out = jax.vmap(row)(*rows)
-    return out.transpose(0, 2, 1, 3)[..., : v.shape[-1]].astype(precision.activations)
+
+def _all_at_once(kernel: Any, of_keys: jax.Array) -> bool:
+    """Tells if one call computes all rows, see `_FUSED_ROWS` and `_LONGEST`."""
+    return not kernel.kwargs["block_sizes"].use_fused_bwd_kernel and of_keys.size <= _LONGEST
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """Turns rows [B, T, H, hd] into one, as the kernel takes it: [H, B * T, hd]."""
+    return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -118,9 +130,9 @@ def _padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, more * (axis == x.ndim - 1)) for axis in range(x.ndim)])
 
 
-def _of_row(kernel: Any, of_queries: jax.Array, of_keys: jax.Array) -> Any:
-    """Returns the kernel for a row with these segments i32[T], i32[S]: without the blocks whose
-    queries and keys are of different sequences."""
+def _of_rows(kernel: Any, of_queries: jax.Array, of_keys: jax.Array) -> Any:
+    """Returns the kernel for rows with these segments i32[B, T], i32[B, S], one behind the other.
+    It leaves out blocks whose queries and keys are of different rows or sequences."""
     sizes, changed = kernel.kwargs["block_sizes"], []
     for info, queries, keys, lists_queries in (
         (kernel.fwd_mask_info, sizes.block_q, sizes.block_kv, False),
@@ -133,15 +145,39 @@ def _of_row(kernel: Any, of_queries: jax.Array, of_keys: jax.Array) -> Any:
         (low, high), (first, last) = _ranges(of_queries, queries), _ranges(of_keys, keys)
         # [1, blocks of queries, blocks of keys], where one of the two axes is a list of those seen.
         listed = info.data_next.astype(jnp.int32)
-        i, j = listed, jnp.arange(len(first))[None, None, :]
+        i, j = listed, jnp.arange(first.shape[1])[None, None, :]
         if not lists_queries:
-            i, j = jnp.arange(len(low))[None, :, None], listed
-        seen = (low[i] <= last[j]) & (first[j] <= high[i])
+            i, j = jnp.arange(low.shape[1])[None, :, None], listed
+        seen = (low[:, i] <= last[:, j]) & (first[:, j] <= high[:, i])
+        axis, blocks = (2, low.shape[1]) if lists_queries else (1, first.shape[1])
+        info = _repeated(info, len(of_queries), axis=axis, blocks=blocks, keys=of_keys.shape[1])
+        seen = jnp.concatenate(seen, axis=axis)
         changed.append(info._replace(block_mask=jnp.where(seen, info.block_mask, 0)))
     return type(kernel)(*changed, **kernel.kwargs)
 
 
+def _repeated(info: Any, rows: int, *, axis: int, blocks: int, keys: int) -> Any:
+    """Repeats the lists of a row along `axis`. Those of each further row begin after the `blocks`
+    listed and the `keys` of the rows before it."""
+    if rows == 1:
+        return info
+    tiled = {
+        name: jnp.concatenate([x] * rows, axis=axis)
+        for name in ("block_mask", "mask_next")
+        if (x := getattr(info, name)) is not None
+    }
+    small = np.min_scalar_type(-rows * blocks)  # scalar memory is scarce
+    numbers = [info.data_next.astype(small) + small.type(row * blocks) for row in range(rows)]
+    tiled["data_next"] = jnp.concatenate(numbers, axis=axis)
+    if info.q_sequence is not None:
+        of_rows = jnp.arange(rows, dtype=jnp.int32)[:, None] * keys
+        tiled["q_sequence"] = (info.q_sequence[None] + of_rows).reshape(-1)
+    return info._replace(**tiled)
+
+
 def _ranges(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first and last sequence of each block; padding, numbered 0, comes last."""
-    numbers = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments).reshape(-1, block)
-    return jnp.min(numbers, axis=1), jnp.max(numbers, axis=1)
+    """Returns the first and last sequence of each block of rows i32[B, T]; padding, numbered 0,
+    comes last."""
+    numbers = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+    numbers = numbers.reshape(len(segments), -1, block)
+    return jnp.min(numbers, axis=2), jnp.max(numbers, axis=2)

@@ -60,21 +60,27 @@ def test_missing_compiler_error_names_the_package(monkeypatch):
         gpu_devices("h100", hosts=1, each=8)
 
 
-# As libtpu writes splash attention for one row: what only reads from a kernel names it as well.
+# As libtpu writes splash attention, for one row and for two: what only reads from a kernel names it
+# as well.
 SPLASH = """
 %reshaped (x: bf16[1,32,4096,128]) -> bf16[32,4096,128] {
   %x = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
   ROOT %y = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} bitcast(%x)
 }
 
-ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128]) -> bf16[32,4096,128] {
+ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], seen: s8[1,8,8], wide: s8[1,8,4], seen_of_two: s8[1,16,8]) -> bf16[32,4096,128] {
   %q = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %k = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %two = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %seen = s8[1,8,8]{2,1,0:T(8,128)(4,1)} parameter(3)
+  %wide = s8[1,8,4]{2,1,0:T(8,128)(4,1)} parameter(4)
+  %seen_of_two = s8[1,16,8]{2,1,0:T(8,128)(4,1)} parameter(5)
   %tpu_custom_call.1 = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="pallas_call"}
   %q_ref = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kLoop, calls=%reshaped, metadata={op_name="splash_mha_fwd_segmented/pallas_call/squeeze"}
-  %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
-  %splash_mha_dkv_segmented.1 = (bf16[4,32,4096,128]{3,2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
-  %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_fwd_segmented.2 = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen_of_two, %two, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_dkv_segmented.1 = (bf16[4,32,4096,128]{3,2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%wide, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   ROOT %out = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kOutput, calls=%reshaped
 }
 """  # noqa: E501
@@ -87,7 +93,8 @@ def test_only_kernels_have_a_kernels_time():
     assert {name for name, found in seconds.items() if found} == kernels
     attention = {name for name, one in work.items() if is_splash(one.instruction)}
     assert attention == kernels - {"tpu_custom_call.1"}
-    forward, fused, apart = (seconds[name] for name in sorted(attention, key=_order))
+    forward, both_rows, fused, apart = (seconds[name] for name in sorted(attention, key=_order))
+    assert both_rows == 2 * forward
     # Bundles of a block: all gradients at once, and those of keys and values alone.
     assert fused / forward == pytest.approx(1648 / 981)
     assert apart / forward == pytest.approx(1409 / 981)
