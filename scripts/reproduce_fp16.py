@@ -5,17 +5,17 @@
 
 Rerun the same command to resume. The offline part needs vLLM (scripts/install_vllm.sh); without it
 use --parts sanity. The other parts run only if they are named: families, the sanity test for other
-models; served_families, the same with vLLM servers; gaps, the deployment gap of every preset; and
-served, the gap of a vLLM server.
+models; served_families, the same with vLLM servers; experts, a mixture of experts with the paper's
+algorithms for one; gaps, the deployment gap of every preset; and served, the gap of a vLLM server.
 """
 
 import tempfile
 from pathlib import Path
 
 from experiments.runs import plain_parser
-from reproduce import families, gaps, grid, offline, phantom, pictures, sanity
+from reproduce import experts, families, gaps, grid, offline, phantom, pictures, sanity
 
-PARTS = ["offline", "sanity", *families.PARTS, "gaps", "served"]
+PARTS = ["offline", "sanity", *families.PARTS, "experts", "gaps", "served"]
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         return
     directory = arguments.directory.absolute()
     grid.set_up(directory)
-    if set(arguments.parts) - set(families.PARTS):
+    if set(arguments.parts) - {*families.PARTS, "experts"}:
         sanity.write_material(directory)
     if "offline" in arguments.parts:
         compare(directory)
@@ -49,6 +49,8 @@ def main() -> None:
         for cell in families.CELLS:
             if cell[1] in samplers:
                 families.run_cell(directory / "families", cell, seed=seed)
+        for experts_cell in experts.CELLS if "experts" in arguments.parts else ():
+            experts.run_cell(directory / "families", experts_cell, seed=seed)
     show(directory)
 
 
@@ -71,6 +73,10 @@ def show(directory: Path) -> None:
     if others := families.found_cells(directory / "families"):
         text = families.table(others)
         (directory / "families.md").write_text(text)
+        print(text)
+    if mixture := experts.found_cells(directory / "families"):
+        text = experts.table(mixture)
+        (directory / "experts.md").write_text(text)
         print(text)
     results = sanity.found_cells(directory)
     if not results:

@@ -22,15 +22,26 @@ def set_up(directory: Path) -> None:
     use_compile_cache()
 
 
+def finished_runs(directory: Path, patterns: Mapping[Any, str]) -> dict[Any, list[Path]]:
+    """Lists the directories of the finished runs of each row or cell, sorted by seed; its pattern
+    matches their names."""
+    there = {
+        key: [d for d in sorted(directory.glob(pattern)) if runs.finished(d)]
+        for key, pattern in patterns.items()
+    }
+    return {key: run_dirs for key, run_dirs in there.items() if run_dirs}
+
+
+def read_rollouts(run_dir: Path) -> Entries:
+    """Reads the training steps of a run."""
+    return rollouts(read_metrics(run_dir / "metrics.jsonl"))
+
+
 def found(directory: Path, patterns: Mapping[Any, str]) -> dict[Any, list[Entries]]:
     """Reads the training steps of the finished runs of each row or cell, sorted by seed; its
     pattern matches the names of their directories."""
-    there = {}
-    for key, pattern in patterns.items():
-        run_dirs = [d for d in sorted(directory.glob(pattern)) if runs.finished(d)]
-        if run_dirs:
-            there[key] = [rollouts(read_metrics(d / "metrics.jsonl")) for d in run_dirs]
-    return there
+    there = finished_runs(directory, patterns)
+    return {key: [read_rollouts(d) for d in run_dirs] for key, run_dirs in there.items()}
 
 
 def curve(runs: Sequence[Entries], name: str) -> np.ndarray:

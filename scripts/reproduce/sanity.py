@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import make_arithmetic
 import numpy as np
@@ -31,9 +32,14 @@ CELLS: list[Cell] = [(name, dtype, dtype) for name in ALGORITHMS for dtype in PR
 CELLS += [("GRPO", a, b) for a in PRECISIONS for b in SAMPLERS if a != b]
 
 
-def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> None:
+def write_material(
+    directory: Path,
+    *,
+    model: dict = make_arithmetic.MODEL,
+    keys: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """Writes perfectible prompts and, unless it is there, a base model: by default the
-    quickstart's."""
+    quickstart's. `keys` change the config of its fine-tuning."""
     if not (directory / "base" / "model").exists():
         directory.mkdir(parents=True, exist_ok=True)
         make_arithmetic.write_model(directory / "untrained", model, seed=0)
@@ -45,6 +51,7 @@ def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> N
             f"--run_dir={directory / 'base'}",
             f"--model.path={directory / 'untrained'}",
             f"--data.path={directory / 'sft.jsonl'}",
+            *(f"--{key}={value}" for key, value in keys.items()),
         )
     out = directory / "perfectible.jsonl"
     if not out.exists():
