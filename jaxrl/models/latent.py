@@ -6,14 +6,12 @@ itself, as one head of keys that are also values. It multiplies each query by it
 first, and the average of the narrow projection by the head's value matrix afterwards.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from jaxrl.core import blocks
 from jaxrl.core.precision import Precision
-from jaxrl.models.layers import Layer, LayerContext, own_ranks, project, rms_norm
+from jaxrl.models.layers import Layer, LayerContext, project, rms_norm, with_adapter
 from jaxrl.models.products import batched_matmul, matmul
 from jaxrl.models.rope import RopeTable, apply_rope
 
@@ -87,15 +85,17 @@ def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> ja
     [B, T, H, kv_rank]."""
     precision, count = context.precision, q.shape[-1]
 
-    def by_head(name: str) -> jax.Array:
+    def by_head(q: jax.Array, name: str, layer: Layer) -> jax.Array:
         matrix = _of_heads(layer, name, context=context)[:, :count]
         return _batched(q, matrix.swapaxes(1, 2), context=context)
 
-    def adapter() -> jax.Array:
-        low = own_ranks(by_head("kv_up_b"), layer)
-        return matmul(low, layer["kv_up_a"].T, precision=precision)
+    def adapter(q: jax.Array, own: Layer) -> jax.Array:
+        return matmul(by_head(q, "kv_up_b", own), own["kv_up_a"].T, precision=precision)
 
-    return _adapted(by_head("kv_up"), adapter, layer, context=context)
+    found = by_head(q, "kv_up", layer)
+    if "kv_up_a" in layer:
+        found = _sum(found, with_adapter(adapter, q, layer, "kv_up"), precision)
+    return found
 
 
 def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
@@ -105,15 +105,17 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
     assert latent is not None
     low = out[..., latent.rope_dim :]
 
-    def by_head(x: jax.Array, name: str) -> jax.Array:
+    def by_head(x: jax.Array, name: str, layer: Layer) -> jax.Array:
         matrix = _of_heads(layer, name, context=context)[:, -latent.value_dim :]
         return _batched(x, matrix, context=context)
 
-    def adapter() -> jax.Array:
-        narrow = matmul(low, layer["kv_up_a"], precision=precision)
-        return by_head(own_ranks(narrow, layer), "kv_up_b")
+    def adapter(low: jax.Array, own: Layer) -> jax.Array:
+        return by_head(matmul(low, own["kv_up_a"], precision=precision), "kv_up_b", own)
 
-    return _adapted(by_head(low, "kv_up"), adapter, layer, context=context)
+    found = by_head(low, "kv_up", layer)
+    if "kv_up_a" in layer:
+        found = _sum(found, with_adapter(adapter, low, layer, "kv_up"), precision)
+    return found
 
 
 def _of_heads(layer: Layer, name: str, *, context: LayerContext) -> jax.Array:
@@ -134,11 +136,7 @@ def _batched(x: jax.Array, matrix: jax.Array, *, context: LayerContext) -> jax.A
     return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
 
 
-def _adapted(
-    y: jax.Array, adapter: Callable[[], jax.Array], layer: Layer, *, context: LayerContext
-) -> jax.Array:
-    """Adds the result of an adapter of "kv_up", if the layer has one, as `layers.project` does."""
-    if "kv_up_a" not in layer:
-        return y
-    wide = context.precision.accumulate
-    return (y.astype(wide) + adapter().astype(wide)).astype(context.precision.activations)
+def _sum(y: jax.Array, more: jax.Array, precision: Precision) -> jax.Array:
+    """Adds the result of an adapter, as `layers.project` does."""
+    wide = precision.accumulate
+    return (y.astype(wide) + more.astype(wide)).astype(precision.activations)

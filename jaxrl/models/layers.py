@@ -22,7 +22,7 @@ from jaxrl.models.products import matmul
 from jaxrl.models.rope import Rope, RopeTable, rope_table
 from jaxrl.sharding.gradients import GradientSum
 
-Layer = Mapping[str, jax.Array]  # one layer's parameters, without the "layers" dimension
+Layer = Mapping[str, Any]  # arrays: one layer's parameters, without the "layers" dimension
 # (activation, logical name of each dimension) -> the activation, its sharding constrained.
 Constrain = Callable[[jax.Array, Sequence[str]], jax.Array]
 # `sharding.partition.Layout.local`, which runs a function on each device's part of its arguments.
@@ -170,8 +170,8 @@ class LayerContext(NamedTuple):
 
 
 OWN = "own"
-"""Name of bool[B, rank] beside a layer's parameters: the ranks of joined adapters that belong to
-each row."""
+"""Name of `SortedRows` beside a layer's parameters, whose adapters are then stacked along a first
+axis: each row has its own."""
 
 _DIVIDED = ("q", "k", "v", "qkv")  # projections that are rounded once they are divided by heads
 
@@ -181,28 +181,31 @@ def project(x: jax.Array, layer: Layer, name: str, *, context: LayerContext) -> 
     [..., in] -> [..., out] in `precision.activations`."""
     precision = context.precision
 
-    def times(x: jax.Array, name: str) -> jax.Array:
+    def times(x: jax.Array, name: str, layer: Layer) -> jax.Array:
         gradient = context.gradients.get(name)
         if precision.blocks == "int8" and name in blocks.MATRICES:
             return int8_matmul(x, layer[name], precision=precision, gradient=gradient)
         x, weight = blocks.operand(x, name, precision), blocks.matrix(layer[name], name, precision)
         return matmul(x, weight, precision=precision, gradient=gradient)
 
-    y = times(x, name)
+    def adapter(x: jax.Array, own: Layer) -> jax.Array:
+        return times(times(x, f"{name}_a", own), f"{name}_b", own)
+
+    y = times(x, name, layer)
     if f"{name}_a" not in layer:
         return y if name in _DIVIDED else precision.rounded(y, "products")
-    low = own_ranks(times(x, f"{name}_a"), layer)
-    more = times(low, f"{name}_b")
+    more = with_adapter(adapter, x, layer, name)
     wide = y.astype(precision.accumulate) + more.astype(precision.accumulate)
     return precision.rounded(wide, "products")
 
 
-def own_ranks(low: jax.Array, layer: Layer) -> jax.Array:
-    """Keeps each row's own adapter in the results [B, ..., rank] of joined ones (`lora.joined`)."""
-    if OWN not in layer:
-        return low
-    own = layer[OWN]
-    return jnp.where(own.reshape(len(own), *(1,) * (low.ndim - 2), -1), low, 0)
+def with_adapter(
+    function: Callable[[jax.Array, Layer], jax.Array], x: jax.Array, layer: Layer, name: str
+) -> jax.Array:
+    """Applies a function of [B, ...] and the adapter of the layer's matrix `name`; where rows have
+    adapters of their own, to each row and its adapter."""
+    own = {part: layer[part] for part in (f"{name}_a", f"{name}_b")}
+    return layer[OWN].apply(function, x, own) if OWN in layer else function(x, own)
 
 
 def add_bias(y: jax.Array, layer: Layer, name: str, *, precision: Precision) -> jax.Array:

@@ -166,8 +166,8 @@ def scaled(params: Adapted) -> Params:
     return jax.tree.map_with_path(one, params.adapters)
 
 
-def joined(several: Sequence[Params]) -> Params:
-    """Joins `scaled` adapters of one base along their ranks: A [L, S * R, in], B [L, out, S * R].
+def stacked(several: Sequence[Params]) -> Params:
+    """Stacks S `scaled` adapters of one base behind the layers: A [L, S, R, in], B [L, S, out, R].
 
     R is the same for all of `several`, a power of two of at least 16: smaller ranks end with zeros,
     and a matrix that one of them does not adapt has zeros. `layers.OWN` then chooses a row's own.
@@ -181,7 +181,7 @@ def joined(several: Sequence[Params]) -> Params:
     most = max((rank(path, x) for one in flat for path, x in one.items()), default=1)
     room = count_bucket(most, multiple=16)
 
-    def join(path: tuple[str, ...]) -> jax.Array:
+    def stack(path: tuple[str, ...]) -> jax.Array:
         axis = 1 if path[-1].endswith("_a") else 2
 
         def part(x: jax.Array | None) -> jax.Array:
@@ -192,9 +192,9 @@ def joined(several: Sequence[Params]) -> Params:
             more = room - x.shape[axis]
             return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
 
-        return jnp.concatenate([part(one.get(path)) for one in flat], axis=axis)
+        return jnp.stack([part(one.get(path)) for one in flat], axis=1)
 
-    return traverse_util.unflatten_dict({path: join(path) for path in whole})
+    return traverse_util.unflatten_dict({path: stack(path) for path in whole})
 
 
 def merge(params: Any) -> Params:

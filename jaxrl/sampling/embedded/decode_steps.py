@@ -137,6 +137,8 @@ def decode_segment(
     Stops early when the cache has no slot left for a running row, or when at most `floor` rows run.
     """
     out = no_tokens(SEGMENT, len(state.rows.token), settings=settings)
+    adapters = None if state.rows.own is None else state.rows.own.adapters
+    own = None if adapters is None else adapters.sorted()
 
     def more(carry: tuple[DecodeState, Segment]) -> jax.Array:
         state, out = carry
@@ -154,7 +156,7 @@ def decode_segment(
             positions=rows.positions,
             model=model,
             precision=precision,
-            own=None if rows.own is None else rows.own.own,
+            own=own,
         )
         mine = settings if rows.own is None else rows.own.drawing(settings)
         drawn, ending, stopped = draw_next(

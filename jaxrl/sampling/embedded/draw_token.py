@@ -10,6 +10,7 @@ from flax import struct
 from jax import lax
 
 from jaxrl.core.kept import among, encode, most_kept
+from jaxrl.models.adapter_rows import AdapterRows
 from jaxrl.models.logprobs import tempered
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.stopping import Stops, make_stops
@@ -34,7 +35,7 @@ class RowSettings:
     truncation: Truncation  # arrays [B]
     stops: Any  # i32[B, M, S], see `Stops`
     texts: Any  # i32[B], see `Stops`; None without texts
-    own: Any  # bool[B, rank], see `layers.OWN`; None without adapters
+    adapters: AdapterRows | None  # None without adapters
 
     def drawing(self, shared: DrawSettings) -> DrawSettings:
         """Returns the settings of drawing a token for each row."""

@@ -78,11 +78,11 @@ def _prefill(
     for turn, row in zip(turns, source, strict=False):
         lengths[row] = len(turn.context)
         tokens[row, : lengths[row]] = turn.context
-    ranks = None
+    adapters = None
     if own is not None:
         named = zip(source.tolist(), turns, strict=False)
         place_of = {row: turn.prompt_index for row, turn in named}
-        ranks = own.rows([place_of[row] for row in range(len(row_of))], size=count).own
+        adapters = own.adapters([place_of[row] for row in range(len(row_of))], size=count)
     cache, logits = prefill(
         request.weights,
         request.put(tokens),
@@ -91,7 +91,7 @@ def _prefill(
         precision=request.precision,
         record_experts=request.record_experts,
         for_cpu=request.on_cpu,
-        own=None if ranks is None else request.put(ranks),
+        own=jax.tree.map(request.put, adapters),
     )
     return cache, logits, lengths, source
 

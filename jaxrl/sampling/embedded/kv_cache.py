@@ -14,6 +14,7 @@ from jax import lax
 from jaxrl.core.compiled import jit_by_precision
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision
+from jaxrl.models.adapter_rows import AdapterRows, SortedRows
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.block import block
 from jaxrl.models.experts import Routing
@@ -38,7 +39,7 @@ def prefill(
     precision: Precision,
     record_experts: bool,
     for_cpu: bool = True,
-    own: jax.Array | None = None,
+    own: AdapterRows | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs prompts through the decoder.
 
@@ -50,7 +51,7 @@ def prefill(
       precision: see `sampler_precision`.
       record_experts: True to record experts, here and in `decode_step`; only for a model with them.
       for_cpu: the form of the cache.
-      own: bool[B, rank], the ranks of joined adapters that belong to each row (`layers.OWN`).
+      own: the adapter of each row, if rows have their own (`layers.OWN`).
 
     Returns:
       The cache with S slots, and the next-token logits [B, V] in `precision.logits`.
@@ -60,6 +61,7 @@ def prefill(
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     context = LayerContext(config, precision, local=model.local)
     tables = context.rope_tables(positions)
+    sorted_rows = None if own is None else own.sorted()
 
     def layer_of(group, x, layer):
         def attend(q, k, v):
@@ -73,7 +75,7 @@ def prefill(
             return out, LinearState(last, states)
 
         table, mix = tables[group.kind.rope], recur if group.linear else attend
-        x, kept, routing = block(x, _of_rows(layer, own), mix, table=table, context=context)
+        x, kept, routing = block(x, _of_rows(layer, sorted_rows), mix, table=table, context=context)
         entries, state = (None, kept) if group.linear else (kept, None)
         chosen = _smallest(routing) if record_experts and routing is not None else None
         return x, (entries, state, chosen)
@@ -96,7 +98,7 @@ def decode_step(
     positions: jax.Array,
     model: Model,
     precision: Precision,
-    own: jax.Array | None = None,
+    own: SortedRows | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs one more token of every row, i32[B], at its position, i32[B], through the decoder; the
     cache holds the earlier ones. For the other arguments see `prefill`.
@@ -161,8 +163,8 @@ def extend(
     return cache, _logits(params, last, model=model, context=context)
 
 
-def _of_rows(layer: Layer, own: jax.Array | None) -> Layer:
-    """Adds the ranks of each row to a layer's parameters."""
+def _of_rows(layer: Layer, own: SortedRows | None) -> Layer:
+    """Adds the rows of each adapter to a layer's parameters."""
     return layer if own is None else {**layer, OWN: own}
 
 
@@ -173,7 +175,7 @@ def _advance(
     positions: jax.Array,
     *,
     context: LayerContext,
-    own: jax.Array | None = None,
+    own: SortedRows | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Runs i32[B, T] tokens at i32[B, T] positions through the layers; T is 1 with linear layers.
     Positions beyond the cache's slots are not kept.

@@ -1,5 +1,6 @@
 """Turns with settings and adapters of their own, decoded in one batch by one program."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxrl.core.buckets import count_bucket
 from jaxrl.core.compiled import jit_forward
+from jaxrl.models.adapter_rows import AdapterRows
 from jaxrl.sampling.base import OwnTurn, SamplingParams
 from jaxrl.sampling.embedded.draw_token import DrawSettings, RowSettings
 from jaxrl.sampling.embedded.stopping import NEVER, Stops, stop_table
@@ -22,8 +24,9 @@ class OwnTurns:
     Sizes are powers of two, and what no turn needs is left out, so that few programs are compiled.
     """
 
-    def __init__(self, turns: Sequence[OwnTurn], *, adapters: int, rank: int) -> None:
-        """Reads the settings of turns, with this many joined adapters, each of `rank`."""
+    def __init__(self, turns: Sequence[OwnTurn], *, adapters: int, parts: int) -> None:
+        """Reads the settings of turns, with this many stacked adapters; rows are divided over
+        `parts` devices."""
         params = [one.params for one in turns]
         greedy = np.array([one.temperature == 0 for one in params])
 
@@ -33,10 +36,8 @@ class OwnTurns:
             return values if np.any(values != np.asarray(neutral, dtype)) else None
 
         table, (chosen, texts) = _tables(params), _texts(params)
-        own = None
-        if adapters:
-            which = np.array([-1 if one.adapters is None else one.adapters for one in turns])
-            own = which[:, None] == np.repeat(np.arange(adapters), rank)[None]
+        which = np.array([-1 if one.adapters is None else one.adapters for one in turns], np.int32)
+        most = count_bucket(int(np.bincount(which + 1, minlength=2)[1:].max()))
         self._rows = RowSettings(
             temperature=np.array([one.temperature for one in params], np.float32),
             truncation=Truncation(
@@ -46,7 +47,7 @@ class OwnTurns:
             ),
             stops=table,
             texts=chosen,
-            own=own,
+            adapters=AdapterRows(which, adapters, most, parts) if adapters else None,
         )
         self._index = np.array([(t.prompt_index, t.sample_index) for t, *_ in turns], np.int32)
         self._seeds = np.array([(one.seed % 2**32, one.seed // 2**32) for one in params], np.uint32)
@@ -60,8 +61,17 @@ class OwnTurns:
 
     def rows(self, places: Sequence[int], *, size: int) -> RowSettings:
         """Returns the settings of the turns at `places`, for a batch of `size` rows; the last rows
-        may have anyone's."""
-        return jax.tree.map(lambda x: x[_padded(places, size)], self._rows)
+        may have anyone's, but no adapter."""
+        rows = jax.tree.map(lambda x: x[_padded(places, size)], self._rows)
+        return dataclasses.replace(rows, adapters=self.adapters(places, size=size))
+
+    def adapters(self, places: Sequence[int], *, size: int) -> AdapterRows | None:
+        """Returns the adapters of the turns at `places`, for a batch of `size` rows."""
+        if self._rows.adapters is None:
+            return None
+        which = np.full(size, -1, np.int32)
+        which[: len(places)] = self._rows.adapters.which[list(places)]
+        return dataclasses.replace(self._rows.adapters, which=which)
 
     def index(self, places: Sequence[int]) -> np.ndarray:
         """Returns the prompt and sample indices that random numbers depend on, i32[n, 2]."""

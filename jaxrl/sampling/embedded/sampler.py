@@ -14,7 +14,7 @@ from jaxrl.core.compiled import jit
 from jaxrl.core.precision import Precision, check_products, sampler_precision
 from jaxrl.models.families import DecoderConfig
 from jaxrl.models.latent import check_form
-from jaxrl.models.lora import Adapted, declared, joined
+from jaxrl.models.lora import Adapted, declared, stacked
 from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import (
@@ -118,7 +118,7 @@ class EmbeddedSampler(Sampler):
         self._split = model.config if wants_unstacked(own, model.config) else None
         self._precision = precision  # an argument, so that samplers share the compiled program
         self._programs: dict[Any, Any] = {}
-        self._last_joined: tuple[list[Any], Any, Params] = [], jax.tree.structure([]), {}
+        self._last_stacked: tuple[list[Any], Any, Params] = [], jax.tree.structure([]), {}
         self.load(params, version=version)
 
     @property
@@ -149,7 +149,8 @@ class EmbeddedSampler(Sampler):
         Args:
           turns: see `OwnTurn`; `params.max_tokens` is ignored.
           adapters: those that turns name, beside the weights that are served, from `lora.scaled`.
-            Each costs every token of the batch its products.
+            Each multiplies as many rows as the one with the most turns, rounded up to a power of
+            two.
 
         Yields:
           (place of a turn, its completion), as they finish.
@@ -171,12 +172,11 @@ class EmbeddedSampler(Sampler):
         ]
         numbered = self._checked(numbered)
         weights, version = self._weights
-        count, rank = 0, 0
+        count, parts = 0, 1 if self._layout is None else self._layout.count("batch")
         if adapters:
             count = count_bucket(len(adapters))
-            added = Adapted(self._join(adapters, count=count), weights, 1.0)
-            weights, rank = declared(added), added.rank // count
-        own = OwnTurns(turns, adapters=count, rank=rank)
+            weights = declared(Adapted(self._stack(adapters, count=count), weights, 1.0))
+        own = OwnTurns(turns, adapters=count, parts=parts)
         request = self._request(weights, version, turns[0].params)._replace(own=own)
         return (
             (place, one._replace(prompt_index=turns[place].turn.prompt_index))
@@ -184,18 +184,18 @@ class EmbeddedSampler(Sampler):
             for place in [one.prompt_index]
         )
 
-    def _join(self, adapters: Sequence[Params], *, count: int) -> Params:
-        """Joins adapters as the sampler takes them, with some that adapt nothing up to `count`; the
-        last result is kept."""
+    def _stack(self, adapters: Sequence[Params], *, count: int) -> Params:
+        """Stacks adapters as the sampler takes them, with some that adapt nothing up to `count`;
+        the last result is kept."""
         arrays, form = jax.tree.flatten([*adapters])  # dicts and lists may have changed since
-        known, same_form, result = self._last_joined
+        known, same_form, result = self._last_stacked
         if form != same_form or not all(map(operator.is_, arrays, known)):
-            if "join" not in self._programs:
+            if "stack" not in self._programs:
                 own = None if self._layout is None else self._layout.replicated
-                self._programs["join"] = jit(_joined, static_argnums=(1, 2), out_shardings=own)
+                self._programs["stack"] = jit(_stacked, static_argnums=(1, 2), out_shardings=own)
             several = [*adapters, *[{}] * (count - len(adapters))]
-            result = self._programs["join"](several, self._precision, self._split)
-            self._last_joined = arrays, form, result
+            result = self._programs["stack"](several, self._precision, self._split)
+            self._last_stacked = arrays, form, result
         return result
 
     def _checked(self, turns: Sequence[Turn]) -> list[Turn]:
@@ -257,8 +257,10 @@ def _served(params: Params, precision: Precision, split: DecoderConfig | None) -
     return served if split is None else unstack(served, split)
 
 
-def _joined(several: Sequence[Params], precision: Precision, split: DecoderConfig | None) -> Params:
-    return _served(joined(several), precision, split)
+def _stacked(
+    several: Sequence[Params], precision: Precision, split: DecoderConfig | None
+) -> Params:
+    return _served(stacked(several), precision, split)
 
 
 def _check_whole(layout: Layout, model: Model) -> None:
