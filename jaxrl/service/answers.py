@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pydantic
 from tinker.proto import tinker_public_pb2 as proto
+from tinker.types._pydantic_types.save_weights_external_response import (
+    SaveWeightsExternalResponseInternal as Exported,
+)
 from tinker.types._pydantic_types.save_weights_for_sampler_response import (
     SaveWeightsForSamplerResponseInternal as Published,
 )
@@ -16,7 +19,7 @@ from jaxrl.service.sampling import Answer, Request
 from jaxrl.service.scoring import Top
 from jaxrl.service.wire import Batch, write_output
 
-__all__ = ["Published", "encode", "failure", "output", "samples"]
+__all__ = ["Exported", "Published", "encode", "failure", "output", "samples"]
 
 
 def encode(response: pydantic.BaseModel) -> bytes:

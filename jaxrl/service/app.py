@@ -9,9 +9,11 @@ from typing import Any
 import zstandard
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 
@@ -27,7 +29,7 @@ from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
 from jaxrl.service.uploaded.program import check
 from jaxrl.service.wire import RefusedError
 
-_MOST_EXPANDED = 1 << 28  # bytes; the client sends 5 MB at once
+_MOST_BYTES = 1 << 28  # of a body, expanded; the client sends 5 MB at once
 _FULL = "rank = 0 trains all parameters"
 
 
@@ -64,9 +66,33 @@ def routes(service: Service) -> list[Route]:
 def application(service: Service, more: list[Route]) -> Starlette:
     """Makes the ASGI application; `more` are further routes. Whoever sets the events in its
     `state.polls` tells the clients that wait for a result to ask again."""
-    found = Starlette(routes=[*routes(service), *more])
+    found = Starlette(routes=[*routes(service), *more], middleware=[Middleware(_Bounded)])
     found.state.polls = set()
     return found
+
+
+class _Bounded:
+    """Refuses bodies that are too large while they are read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > _MOST_BYTES:
+                raise _too_large()
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def _too_large() -> RefusedError:
+    return RefusedError(f"the body has more than {_MOST_BYTES} bytes; send fewer data at once")
 
 
 async def _create_session(service: Service, owner: str, request: Request) -> Response:
@@ -209,7 +235,7 @@ def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> 
     if row["owner"] != owner and not row["public"]:
         raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
     if row["kind"] != "training":
-        raise RefusedError(f"{asked.path} was saved for sampling; load one of save_state")
+        raise RefusedError(f"{asked.path} holds weights alone; load one of save_state")
     if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
         raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
     return row
@@ -253,13 +279,11 @@ def _expanded(body: bytes) -> bytes:
     """Decompresses a body; raises RefusedError for one that is damaged or too large."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            found = reader.read(_MOST_EXPANDED + 1)
+            found = reader.read(_MOST_BYTES + 1)
     except zstandard.ZstdError as damaged:
         raise RefusedError(f"the body is no zstd: {damaged}") from None
-    if len(found) > _MOST_EXPANDED:
-        raise RefusedError(
-            f"the body has more than {_MOST_EXPANDED} bytes; send fewer data at once"
-        )
+    if len(found) > _MOST_BYTES:
+        raise _too_large()
     return found
 
 
@@ -278,7 +302,7 @@ async def _create_sampler(service: Service, owner: str, request: Request) -> Res
         row = service.engine.checkpoints.find(asked.model_path)
         if row["owner"] != owner and not row["public"]:
             raise RefusedError(f"there is no checkpoint {asked.model_path!r}; list your own")
-        path = asked.model_path
+        path = service.engine.checkpoints.lasting(asked.model_path)
     else:
         _check_base(service, asked.base_model or "")
     sampler = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"

@@ -4,7 +4,7 @@ import json
 import time
 from typing import Any
 
-from jaxrl.service.files import Files
+from jaxrl.service.files import Files, divided
 from jaxrl.service.pool import Pool
 from jaxrl.service.requests import Work
 from jaxrl.service.state import Store, dumps
@@ -12,7 +12,12 @@ from jaxrl.service.wire import RefusedError
 
 
 class Checkpoints:
-    """Checkpoints by their paths, `tinker://MODEL/weights/NAME` or `.../sampler_weights/NAME`."""
+    """Checkpoints by their paths, `tinker://MODEL/weights/NAME`, `.../sampler_weights/NAME` or
+    `.../external_weights/NAME`.
+
+    A name that was deleted may be given again. `PATH:N` is the checkpoint that the model's request
+    N wrote, and no other.
+    """
 
     def __init__(self, store: Store, files: Files) -> None:
         """Keeps rows in `store` and weights in `files`."""
@@ -25,12 +30,27 @@ class Checkpoints:
         size = self._files.write_checkpoint(path, pool, pool.read(work.target), state=state)
         row, now = self._store.model(work.target), time.time()
         content = json.loads(row["content"])
-        content |= {"user_metadata": work.payload.user_metadata, "request": work.id}
+        metadata = getattr(work.payload, "user_metadata", None)
+        content |= {"user_metadata": metadata, "request": work.id}
         end = ttl and now + ttl
         values = (path, work.target, row["owner"], kind, now, end, size, dumps(content))
         with self._store.transaction() as db:
             marks = "?, ?, ?, ?, ?, ?, ?, 0, ?"
             db.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({marks})", values)
+
+    def save(self, work: Work, pool: Pool) -> str:
+        """Writes what a request of the kind "save" or "external" names, the latter weights alone;
+        returns its path."""
+        request, external = work.payload, work.kind == "external"
+        part = "external_weights" if external else "weights"
+        path = f"tinker://{work.target}/{part}/{request.path or f'{work.seq:06d}'}"
+        if external:
+            self.check_new(path, work, advice="choose another name, or delete it")
+        elif not request.overwrite:
+            self.check_new(path, work, advice="choose another name, or overwrite=True")
+        kind = "external" if external else "training"
+        self.write(work, pool, path, kind, ttl=request.ttl_seconds)
+        return path
 
     def check_new(self, path: str, work: Work, *, advice: str) -> None:
         """Raises RefusedError for a path that another request has written."""
@@ -39,11 +59,21 @@ class Checkpoints:
             raise RefusedError(f"{path} exists; {advice}")
 
     def find(self, path: str) -> dict[str, Any]:
-        """Returns the row of a checkpoint; raises RefusedError if there is none."""
+        """Returns the row of a checkpoint, given its path or `PATH:N`; raises RefusedError if there
+        is none."""
+        path, wanted = divided(path)
         row = self._store.one("SELECT * FROM checkpoints WHERE path = ?", path)
-        if row is None or (row["expires"] and row["expires"] < time.time()):
-            raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
-        return {**row, **json.loads(row["content"])}
+        if row is not None and not (row["expires"] and row["expires"] < time.time()):
+            found = {**row, **json.loads(row["content"])}
+            if wanted is None or found["request"] == f"{row['model']}:{wanted}":
+                return found
+        raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
+
+    def lasting(self, path: str) -> str:
+        """Returns `PATH:N` for a path; unchanged for one of `inflight` weights, which change.
+        Raises RefusedError as `find`."""
+        row = self.find(path)
+        return path if row["kind"] == "ephemeral" else f"{path}:{row['request'].rpartition(':')[2]}"
 
     def remove(self, path: str) -> None:
         """Deletes a checkpoint."""

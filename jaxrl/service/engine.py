@@ -66,7 +66,7 @@ class Engine:
           snapshot_seconds: a model is written to disk after the first optimizer step that is this
             much later than the last time.
         """
-        self.base, self.store, self._files = base, store, files
+        self.base, self.store, self.files = base, store, files
         self.checkpoints = Checkpoints(store, files)
         config, find = base.model.config, functools.partial(find_graph, store)
         self.limits = Limits(config.vocab_size, config.max_positions, find)
@@ -285,6 +285,7 @@ class Engine:
             "load": self._load,
             "step": self._step,
             "save": self._save,
+            "external": self._save,
             "publish": self._publish,
         }
         found: Any = do[work.kind](work, pool)
@@ -303,18 +304,16 @@ class Engine:
     def _load(self, work: Work, pool: Pool) -> Any:
         request: types.LoadWeightsRequest = work.payload
         self.checkpoints.find(request.path)
-        tenant = self._files.read_state(request.path, pool, optimizer=request.optimizer)
+        tenant = self.files.read_state(request.path, pool, optimizer=request.optimizer)
         pool.write(work.target, tenant)
         return types.LoadWeightsResponse(
             path=request.path, model_id=work.target, type="load_weights"
         )
 
     def _save(self, work: Work, pool: Pool) -> Any:
-        request: types.SaveWeightsRequest = work.payload
-        path = f"tinker://{work.target}/weights/{request.path or f'{work.seq:06d}'}"
-        if not request.overwrite:
-            self.checkpoints.check_new(path, work, advice="choose another name, or overwrite=True")
-        self.checkpoints.write(work, pool, path, "training", ttl=request.ttl_seconds)
+        path = self.checkpoints.save(work, pool)
+        if work.kind == "external":
+            return answers.Exported(path=path, type="save_weights_external")
         return types.SaveWeightsResponse(path=path, type="save_weights")
 
     def _publish(self, work: Work, pool: Pool) -> Any:
@@ -329,7 +328,9 @@ class Engine:
         if not hidden:  # sampling clients keep the weights that they were made with
             self.checkpoints.check_new(path, work, advice="choose another name, or delete it")
         self.checkpoints.write(work, pool, path, kind, ttl=ttl)
-        self._samplers.keep(path, files.served(pool, pool.weights(work.target)))
+        self._samplers.keep(
+            self.checkpoints.lasting(path), files.served(pool, pool.weights(work.target))
+        )
         sampler = None
         if hidden:
             session = work.target.split(":train:")[0]
@@ -342,7 +343,7 @@ class Engine:
     def _read_weights(self, path: str) -> Any:
         row = self.checkpoints.find(path)
         kind = Kind(row["rank"], row["attention"], row["mlp"])
-        return self._files.read_weights(path, self._pool(kind))
+        return self.files.read_weights(path, self._pool(kind))
 
     def _pool(self, kind: Kind) -> Pool:
         if kind not in self._pools:

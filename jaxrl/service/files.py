@@ -20,7 +20,8 @@ _STATE = "state.npz"
 
 class Files:
     """The files of a service, under one directory: `snapshots/MODEL.npz` and
-    `checkpoints/MODEL/weights/NAME` or `checkpoints/MODEL/sampler_weights/NAME`."""
+    `checkpoints/MODEL/KIND/NAME`, where KIND is `weights`, `sampler_weights` or
+    `external_weights`."""
 
     def __init__(self, directory: Path, *, base_name: str) -> None:
         """Names the files; `base_name` is written into adapters as their base model."""
@@ -34,7 +35,7 @@ class Files:
 
     def checkpoint(self, path: str) -> Path:
         """Returns the directory of a tinker path, which may not exist."""
-        parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(divided(path)[0])
         name = _plain(parsed.checkpoint_id)
         return self._directory / "checkpoints" / _plain(parsed.training_run_id) / name
 
@@ -124,6 +125,12 @@ def read_tenant(file: Path, *, like: Tenant) -> tuple[Tenant, int]:
         leaves, structure = jax.tree.flatten(like)
         found = [arrays[str(i)].view(x.dtype).reshape(x.shape) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, found), int(arrays["seq"][0])
+
+
+def divided(path: str) -> tuple[str, str | None]:
+    """Divides `PATH:N` into its path and N; None for a path alone. Names hold no colon."""
+    end = path.find(":", path.rfind("/"))
+    return (path, None) if end < 0 else (path[:end], path[end + 1 :])
 
 
 def _plain(name: str) -> str:

@@ -218,7 +218,7 @@ class Gateway:
             if model.startswith("tinker://"):
                 row = service.engine.checkpoints.find(model)
                 if row["kind"] != "training" and (row["owner"] == owner or row["public"]):
-                    return model
+                    return service.engine.checkpoints.lasting(model)
             elif model:
                 owned(service, "models", key=model, owner=owner)
                 service.engine.open_line(model)

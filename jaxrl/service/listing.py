@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types
 
+from jaxrl.service.files import divided
 from jaxrl.service.requests import check_ttl
 from jaxrl.service.routing import MissingError, Service, owned, read_object, reply, route
 from jaxrl.service.wire import RefusedError
@@ -84,7 +85,9 @@ async def _sampler(service: Service, owner: str, request: Request) -> Response:
     row = owned(service, "samplers", key=request.path_params["sampler"], owner=owner)
     return reply(
         types.GetSamplerResponse(
-            sampler_id=row["id"], base_model=service.name, model_path=row["path"] or None
+            sampler_id=row["id"],
+            base_model=service.name,
+            model_path=divided(row["path"])[0] or None,
         )
     )
 

@@ -15,7 +15,7 @@ from jaxrl.service.scoring import Asked
 from jaxrl.service.uploaded.graph import Graph
 from jaxrl.service.wire import MOST_TARGETS, RefusedError, check_tokens, dense, read_batch
 
-TRAINING = ("create", "load", "compute", "step", "save", "publish")
+TRAINING = ("create", "load", "compute", "step", "save", "external", "publish")
 """Kinds of requests that a model computes in the order of their sequence numbers."""
 
 
@@ -23,6 +23,7 @@ TRAINING = ("create", "load", "compute", "step", "save", "publish")
 _NAME = re.compile(r"[^/:.\x00-\x1f][^/:\x00-\x1f]*")
 _LONGEST_NAME = 200  # bytes
 _TTL = (3600, 10 * 366 * 86400)
+_MOST_SAMPLES = 4096  # of one request
 
 
 class Work(NamedTuple):
@@ -55,11 +56,6 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
     """
     if kind == "compute":
         return read_batch(proto.ForwardBackwardRequest.FromString(body), **limits._asdict())
-    if kind == "external":
-        raise RefusedError(
-            "save_weights_external is not supported: there is no bucket beside this server; "
-            "save_weights_for_sampler writes weights to its state_dir"
-        )
     content = json.loads(body)
     if kind == "step":
         return _read_step(types.OptimStepRequest.model_validate(content))
@@ -69,10 +65,13 @@ def decode(kind: str, body: bytes, limits: Limits) -> Any:
         "create": types.CreateModelRequest,
         "load": types.LoadWeightsRequest,
         "save": types.SaveWeightsRequest,
+        "external": types.SaveWeightsExternalRequest,
         "publish": types.SaveWeightsForSamplerRequest,
     }[kind]
     found = schema.model_validate(content)
-    if kind in ("save", "publish"):
+    if kind == "external" and found.age_encryption_recipients:
+        raise RefusedError("age_encryption_recipients: files are not encrypted; leave it out")
+    if kind in ("save", "external", "publish"):
         _check_name(found.path)
         check_ttl(found.ttl_seconds)
     return found
@@ -148,8 +147,13 @@ def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
             raise RefusedError(f"stop = {list(stop)!r:.80}: a text must not be empty; [] is none")
     elif stop:
         check_tokens(np.asarray(stop, np.int64), "stop", vocab_size=limits.vocab_size)
-    if request.num_samples < 1 or (params.max_tokens is not None and params.max_tokens < 1):
-        raise RefusedError("num_samples and max_tokens must be at least 1")
+    if not 1 <= request.num_samples <= _MOST_SAMPLES:
+        raise RefusedError(
+            f"num_samples = {request.num_samples}: it must be 1 to {_MOST_SAMPLES}; ask for more "
+            "in several requests"
+        )
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise RefusedError(f"max_tokens = {params.max_tokens}: it must be at least 1")
     if not (0 < params.top_p <= 1 and 0 <= params.temperature < np.inf and params.top_k >= -1):
         raise RefusedError("top_p must be in (0, 1], temperature at least 0 and top_k at least -1")
     return Request(

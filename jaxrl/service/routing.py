@@ -1,5 +1,6 @@
 """The common parts of all routes of a service: keys, owners, errors."""
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,8 +72,9 @@ def reply(response: Any) -> Response:
 
 async def read_object(request: Request) -> dict[str, Any]:
     """Reads a body, which must be an object of JSON; raises RefusedError for another."""
+    body = await request.body()
     try:
-        found = await request.json()
+        found = json.loads(body)
     except (ValueError, RecursionError) as wrong:
         raise RefusedError(f"the body is no JSON ({wrong}); send an object") from None
     if not isinstance(found, dict):

@@ -20,6 +20,7 @@ from jaxrl.config.tinker import TinkerConfig
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Wanted
 from jaxrl.service.app import Service, application
+from jaxrl.service.downloads import download_routes
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.gateway import Gateway
@@ -102,7 +103,8 @@ def open_service(
         owners = {key: hashlib.sha256(key.encode()).hexdigest()[:16] for key in keys}
         service = Service(engine, name, Path(model_dir).resolve(), owners, settings.seed)
         gateway = Gateway(service, checkpoint.tokenizer)
-        more = [*listing_routes(service), *live_routes(service, page), *gateway.routes()]
+        more = [*listing_routes(service), *download_routes(service)]
+        more += [*live_routes(service, page), *gateway.routes()]
         yield application(service, more)
         if engine.fault is not None:
             raise RuntimeError(

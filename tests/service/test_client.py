@@ -1,6 +1,8 @@
 """The official client trains and samples on a real server."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 
 from tests import documented, tiny
 from tests.service.serving import KEYS, QUIET, Server
@@ -159,7 +163,7 @@ def test_a_state_that_is_refused_holds_up_no_request_after_it(server: Server) ->
         other = service.create_lora_training_client("tiny", rank=2).result()
         for path, message in (
             ("tinker://none/weights/none", "no checkpoint"),
-            (saved, "saved for sampling"),
+            (saved, "weights alone"),
             (other.save_state("other").result().path, "holds Kind"),
         ):
             with pytest.raises(tinker.BadRequestError, match=message):
@@ -354,3 +358,32 @@ def test_the_page_shows_the_runs_of_a_key(server: Server) -> None:
     damaged = {"authorization": b"Basic \xe9"}
     assert httpx.get(server.url, headers=damaged, timeout=60).status_code == 401
     assert httpx.get(server.url, timeout=60).headers["www-authenticate"].startswith("Basic")
+
+
+def test_a_checkpoint_is_downloaded_by_the_clients_program(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the files from addresses that need no key, and nobody else makes one up."""
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        client.forward_backward([supervised([5, 6, 7])], "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        state = client.save_state("state").result().path
+        path = client.save_weights_external("weights").result().path
+        found = tinker.RestClient().get_external_weights_urls(path).result()
+    kept = {}
+    for one in (state, path):
+        asked = ["checkpoint", "download", one, "--output", str(tmp_path)]
+        done = CliRunner().invoke(main_cli, asked)
+        assert done.exit_code == 0, done.output
+        directory = tmp_path / one.removeprefix("tinker://").replace("/", "_")
+        kept[one] = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert set(kept[path]) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert kept[state] == kept[path]
+    name, url = max(found.urls.items())
+    assert httpx.get(url).content == kept[path][name]
+    changed = re.sub(r"expires=\d+", f"expires={2**40}", url)
+    for other in (changed, url.replace(name, "state.npz"), url.split("?")[0], f"{url}0"):
+        assert httpx.get(other).status_code == 403

@@ -100,7 +100,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 @pytest.mark.parametrize(
     ("path", "content", "message"),
     [
-        ("save_weights_external", {"path": "e"}, "save_weights_external is not supported"),
+        ("save_weights_external", {"path": "e", "age_encryption_recipients": ["a"]}, "encrypted"),
         ("load_weights", {"path": 3}, "path"),
         ("load_weights", {"path": "tinker://a/weights/b", "other": 1}, "other"),
         ("optim_step", {"adam_params": []}, "adam_params"),
@@ -168,19 +168,30 @@ def test_a_stop_that_cannot_be_is_refused(stop: Any, message: str) -> None:
 
 
 def test_a_body_that_expands_without_end_is_refused(client: Client, monkeypatch: Any) -> None:
-    monkeypatch.setattr(app_module, "_MOST_EXPANDED", 1000)
-    for body, message in (
-        (zstandard.compress(bytes(1001)), "more than 1000 bytes"),
-        (zstandard.compress(b"\xff" * 1000), "no ForwardBackwardRequest"),
-        (b"junk", "no zstd"),
+    monkeypatch.setattr(app_module, "_MOST_BYTES", 1000)
+    zstd = {"content-encoding": "zstd"}
+    for route, body, headers, message in (
+        ("forward_backward", zstandard.compress(bytes(1001)), zstd, "more than 1000 bytes"),
+        ("forward_backward", zstandard.compress(b"\xff" * 1000), zstd, "no ForwardBackwardRequest"),
+        ("forward_backward", b"junk", zstd, "no zstd"),
+        ("forward_backward", bytes(1001), {}, "more than 1000 bytes"),
+        ("asample", b" " * 1001, {}, "more than 1000 bytes"),
     ):
-        headers = {"content-encoding": "zstd"}
-        refused = client.http.post("/api/v1/forward_backward", content=body, headers=headers)
+        refused = client.http.post(f"/api/v1/{route}", content=body, headers=headers)
         assert (refused.status_code, message in refused.text) == (400, True), refused.text
 
 
+def test_samples_without_end_are_refused() -> None:
+    params = types.SamplingParams(max_tokens=1)
+    prompt = types.ModelInput.from_ints([5])
+    asked = types.SampleRequest(prompt=prompt, sampling_params=params, num_samples=10**6)
+    with pytest.raises(ValueError, match="num_samples = 1000000: it must be 1 to 4096"):
+        decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))
+
+
 def test_a_deleted_checkpoint_answers_nobody(client: Client) -> None:
-    """Its sampling clients are refused, whether or not the sampler has it loaded."""
+    """Its sampling clients are refused, whether or not the sampler has it loaded, and also once
+    other weights have its name."""
     path = client.result(client.numbered("save_weights_for_sampler", path="gone"))["path"]
     session = client.model.split(":train:")[0]
     asked = {"session_id": session, "sampling_session_seq_id": 77, "model_path": path}
@@ -188,8 +199,13 @@ def test_a_deleted_checkpoint_answers_nobody(client: Client) -> None:
     at = f"training_runs/{client.model}/checkpoints/sampler_weights/gone"
     assert client.http.delete(f"/api/v1/{at}").status_code == 204
     prompt = types.ModelInput.from_ints([5]).model_dump()
-    asked = {"sampling_session_id": made, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
-    assert "there is no checkpoint" in client.result(client.post("asample", asked))["error"]
+    for number in range(2):
+        asked = {"sampling_session_id": made, "seq_id": number, "prompt": prompt}
+        accepted = client.post("asample", {**asked, "sampling_params": {}})
+        assert "there is no checkpoint" in client.result(accepted)["error"]
+        again = client.numbered("save_weights_for_sampler", path="gone")
+        assert ("error" in client.result(again)) == (number == 1)
+    assert client.http.get(f"/api/v1/samplers/{made}").json()["model_path"] == path
 
 
 def test_old_answers_go_while_the_server_runs(client: Client, monkeypatch: Any) -> None:
