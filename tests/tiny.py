@@ -168,28 +168,34 @@ def params(seed: int = 0, *, config: DecoderConfig = CONFIG) -> Params:
 def drawn(specs: spec.Specs, seed: int) -> Params:
     """Draws what `spec.init` draws in f32, without a program for each shape."""
     flat = spec.flatten(specs)
-    size = max(math.prod(one.shape) for one in flat.values())
-    rows = _normals(seed, _MOST << max(0, (size - 1) // _MOST).bit_length())
-    assert len(flat) <= len(rows)
+    assert len(flat) <= _ARRAYS
     values = {}
-    for (path, one), row in zip(flat.items(), rows, strict=False):
-        normal = row[: math.prod(one.shape)].reshape(one.shape)
+    for i, (path, one) in enumerate(flat.items()):
+        size = math.prod(one.shape)
+        if size <= _MOST:
+            row = _normals(seed, 0, count=_ARRAYS, size=_MOST)[i]
+        else:
+            (row,) = _normals(seed, i, count=1, size=1 << (size - 1).bit_length())
+        normal = row[:size].reshape(one.shape)
         value = np.ones_like(normal) if one.scale is None else np.float32(one.scale) * normal
         values[path] = jax.device_put(value)
     return traverse_util.unflatten_dict(values, sep="/")
 
 
+_ARRAYS = 64  # of a model at most
 _MOST = 8192  # parameters of most arrays
 
 
 @functools.cache
-def _normals(seed: int, size: int) -> np.ndarray:
-    """Draws f32[64, size]. What threefry draws for a place does not depend on the shape."""
-    return np.asarray(_draw(jax.random.split(jax.random.key(seed), 64), size))
+def _normals(seed: int, first: int, *, count: int, size: int) -> np.ndarray:
+    """Draws f32[count, size] for the arrays from `first` on. What threefry draws for a place does
+    not depend on the shape."""
+    return np.asarray(_draw(jax.random.key(seed), first, count=count, size=size))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _draw(keys: jax.Array, size: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("count", "size"))
+def _draw(key: jax.Array, first: int, *, count: int, size: int) -> jax.Array:
+    keys = jax.lax.dynamic_slice_in_dim(jax.random.split(key, _ARRAYS), first, count)
     return jax.vmap(lambda key: jax.random.normal(key, size, jnp.float32))(keys)
 
 
