@@ -35,12 +35,12 @@ def certified_facts(
     model: DecoderConfig,
     mesh: MeshConfig,
     attention: Kernel,
-    clip: Clip | None,
+    clips: Collection[Clip],
     keys: Mapping[str, object] = ALWAYS,
 ) -> dict[str, str]:
     """Names everything that decides how far learner and sampler may be apart, as texts: model,
     dtype policy, versions, processor, the learner's mesh but for the axis of whole rows, its kernel
-    of attention, the clip if there is one, the values of `ALWAYS` in `keys`, and what the sampler
+    of attention, the clips if there are any, the values of `ALWAYS` in `keys`, and what the sampler
     says of itself (`Serving.facts`)."""
     architecture = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
     cuts = mesh.model_dump(exclude={"data"})
@@ -51,7 +51,7 @@ def certified_facts(
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         **{f"mesh.{name}": toml_text(value) for name, value in cuts.items()},
         "attention": attention,
-        **({} if clip is None else {"clip": str(clip)}),
+        **({"clip": _named(clips)} if clips else {}),
         **forward_facts(precision),
         **sampler,
     }
@@ -66,6 +66,9 @@ def never_certified(config: Config, clips: Collection[Clip]) -> list[str]:
         if keys[name] != value
     ]
     if len(clips) > 1:
-        several = "; ".join(sorted(map(str, clips)))
-        found.append(f"a loss with several clips ({several}; the doctor measures with one)")
+        found.append(f"a loss with several clips ({_named(clips)}; the doctor measures with one)")
     return found
+
+
+def _named(clips: Collection[Clip]) -> str:
+    return " and ".join(sorted(map(str, clips)))

@@ -51,7 +51,7 @@ def check_certificate(
         model=model,
         mesh=config.mesh,
         attention=attention,
-        clip=min(clips, default=None),
+        clips=clips,
         keys=toml_file.flatten(config),
     )
     if not clips and "clip" in certificate.facts:

@@ -103,6 +103,22 @@ def test_certificate_is_for_the_clip_of_the_loss(held):
         held(loss__name="gmpo")
 
 
+SEVERAL = """
+from jaxrl.losses import clipped, dapo, over_sampler, prefix
+
+def several():
+    return dapo() + prefix(clipped(over_sampler, low=0.3, high=0.3), "wider/")
+"""
+
+
+def test_certificate_of_one_clip_does_not_hold_for_a_loss_with_several(held, tmp_path):
+    path = tmp_path / "loss.py"
+    path.write_text(SEVERAL)
+    several = r"was 0.8 to 1.28 and is 0.7 to 1.3 and 0.8 to 1.28; .* cannot be certified"
+    with pytest.raises(CertificateError, match=several):
+        held(loss__name=f"{path}:several")
+
+
 @pytest.mark.parametrize(
     ("key", "given", "expected"),
     [

@@ -289,7 +289,7 @@ def _measure(
             precision=precision,
             length=samples.shape.row_length,
         ),
-        clip=config.clip,
+        clips=(config.clip,),
     )
     return Measurement(name, sampler, numbers, tokens, facts)
 
