@@ -1,18 +1,20 @@
 """Parts of beta: each rounding belongs to one module, and the parts add up to beta."""
 
+import jax
 import pytest
 
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
 from jaxrl.core.precision import Precision
 from jaxrl.diagnostics.ratio.attribution import MODULES, attribute
+from jaxrl.models import lora
 from jaxrl.models.model import decoder
 from tests import tiny
 
 CASES = {"dense": tiny.CONFIG, "experts": tiny.MOE}
 
 
-def attributed(config, precision, **changes):
-    model, params = decoder(config), tiny.params(config=config)
+def attributed(config, precision, *, params=None, **changes):
+    model, params = decoder(config), params or tiny.params(config=config)
     rollouts = tiny.rollouts(48, longest=24)
     shape = MinibatchShape(row_length=64, rows_per_microbatch=8)
     minibatch = pack_minibatch(rollouts, [1.0] * len(rollouts), shape=shape)
@@ -34,8 +36,12 @@ def test_parts_add_up_to_the_whole(name):
 
 
 def test_one_role_is_one_part():
-    """A sampler that differs by its weights, or by its head, alone."""
-    weights = attributed(tiny.CONFIG, "fp32,wire=bf16").numbers()
+    """A sampler that differs by its weights, also with adapters, or by its head, alone."""
+    specs = lora.adapter_specs(decoder(tiny.CONFIG).specs, rank=3, targets=["*_proj"])
+    adapted = lora.Adapted(tiny.drawn(specs, 0), tiny.params(), alpha=6.0)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    given = {"params": adapted, "param_shardings": jax.tree.map(lambda _: here, adapted)}
+    weights = attributed(tiny.CONFIG, "fp32,wire=bf16", **given).numbers()
     assert weights["weights_share"] == pytest.approx(1, abs=1e-6)
     assert weights["weights_std"] == pytest.approx(weights["whole_std"], rel=1e-6)
     rounded = Precision.of("fp32,logits=bf16")

@@ -127,8 +127,10 @@ def attribute(
     free = replace(minibatch, batch=bare, anchor=None, reference=None)
     weights = jit(lambda p: as_served(lora.merge(p), served or precision))(params)
 
-    def score(params: Params, batch: Minibatch, precision: Precision) -> np.ndarray:
-        scored = make_score(model, precision=precision, param_shardings=param_shardings)
+    def score(params: Any, batch: Minibatch, precision: Precision) -> np.ndarray:
+        merged = not isinstance(params, lora.Adapted)
+        shardings = lora.frozen(param_shardings) if merged else param_shardings
+        scored = make_score(model, precision=precision, param_shardings=shardings)
         found = fetch(jit(scored, sums=own.sums)(params, batch))
         return found[mask].astype(np.float64)
 
