@@ -37,6 +37,11 @@ def engine() -> Iterator[ChildEngine]:
         yield running
 
 
+def test_vllm_may_use_tiles(engine: ChildEngine) -> None:
+    """Its attention in bf16 does not ask for them, and Linux ends a process that did not."""
+    assert not engine.call("forbidden_tiles")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16"] if AMX else ["float32", "bfloat16"])
 def test_int8_is_that_of_compressed_tensors(
     engine: ChildEngine, tmp_path: Path, dtype: str

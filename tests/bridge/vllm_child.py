@@ -5,9 +5,11 @@ is a response, {"ok": result} or {"error": message}.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import platform
 import sys
 from collections import deque
 from pathlib import Path
@@ -152,6 +154,18 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             executor.collective_rpc("a_method")
         return [*(queue.woken for queue in queues), bool(ended)]
+
+    def forbidden_tiles(self) -> bool:
+        """True if the processor has tiles (AMX) that Linux does not let this process use."""
+        from jaxrl.bridge.in_vllm import plugin
+
+        plugin.register()
+        masks = ctypes.c_uint64(), ctypes.c_uint64()
+        if platform.machine() == "x86_64":
+            for code, mask in zip((0x1021, 0x1022), masks, strict=True):  # supported, permitted
+                ctypes.CDLL(None).syscall(158, code, ctypes.byref(mask))  # arch_prctl
+        supported, permitted = (mask.value >> 18 & 1 for mask in masks)
+        return supported > permitted
 
     def _after(self, tensors: int, act) -> None:
         network = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()

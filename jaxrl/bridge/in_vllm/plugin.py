@@ -24,6 +24,7 @@ def register() -> None:
     importlib.import_module("jaxrl.bridge.in_vllm.quantization")  # registers itself
     if current_platform.is_cpu():
         _nap_while_waiting()
+        _permit_tiles()
     _read_all_answers()
 
 
@@ -35,6 +36,17 @@ def _nap_while_waiting() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(_NAP)
+
+
+def _permit_tiles() -> None:
+    """Asks Linux to let this process use tiles (AMX), if the processor has them.
+
+    vLLM's attention in bf16 uses them without asking. Unless a large product has asked before, the
+    worker ends with SIGILL at its first request.
+    """
+    from torch import cpu
+
+    cpu._init_amx()
 
 
 def _read_all_answers() -> None:
