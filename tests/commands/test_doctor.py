@@ -148,6 +148,24 @@ def test_cheapest_precision_under_a_bound(model, tmp_path, capsys):
     assert "--topology: it is for --budget" in capsys.readouterr().err
 
 
+def test_parts_of_beta_are_shown(model, tmp_path, capsys):
+    keys = ["--prompts=2", "--completions=2", "--sampling.max_tokens=8", "--precisions=phantom"]
+    assert main(["doctor", str(model), "--attribute", *keys, f"--out={tmp_path}"]) == 0
+    found = json.loads((tmp_path / "attribution.json").read_text())
+    shares = {k.removesuffix("_share"): v for k, v in found.items() if k.endswith("_share")}
+    assert sum(shares.values()) == pytest.approx(1)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert set(shares) <= {line[0] for line in lines}
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["beta"][1] == f"{found['whole_std']:.1e}"
+    # The largest part first: the table is read from the top.
+    order = [line[0] for line in lines if line[0] in shares]
+    assert order == sorted(shares, key=lambda part: -shares[part])
+    assert found["engine_std"] < 0.01 * found["whole_std"]  # it shares the learner's layers
+    assert main(["doctor", str(model), "--attribute", "--certify", *keys]) == 1
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_policies_with_one_learner_share_its_step():
     shared = {
         "fp32": ("phantom", "fp32,wire=bf16", "phantom,sampler=f32", "fp32,latent=sampler"),

@@ -128,19 +128,22 @@ def differing(learner, params, batch, *, rollouts, shape) -> int:
     return sum(int((found != rollout.logprobs).sum()) for found, rollout in pairs)
 
 
-def test_gradient_on_a_mesh():
+@pytest.mark.parametrize(
+    ("of", "family"), [(a_model, "qwen3"), (a_model, "qwen3_moe"), (adapted, "qwen3")]
+)
+def test_gradient_on_a_mesh(of, family):
     """A step of plain descent moves the parameters by it."""
     precision = parse("fp32,sums=fixed")
     moved = []
     for axes in ({"data": 1}, TENSOR):
         learner, _, params, batch = on_mesh(
-            axes, *a_model("qwen3"), rollouts=rollouts_of("qwen3", precision), precision=precision
+            axes, *of(family), rollouts=rollouts_of(family, precision), precision=precision
         )
         state, _ = jit(learner.step, sums="fixed")(learner.init(params), batch)
         moved.append(jax.device_get(jax.tree.map(jnp.subtract, state.params, params)))
     one, other = moved
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, one, other))
-    assert difference < 1e-6 * optax.tree.norm(one)
+    assert 0 < difference < 1e-6 * optax.tree.norm(one)
 
 
 def test_a_layout_that_divides_sums_is_refused():
