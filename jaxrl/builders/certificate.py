@@ -9,7 +9,7 @@ import jax
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.toml_file import flatten, toml_text
 from jaxrl.config.training import Config
-from jaxrl.core import Precision
+from jaxrl.core import Precision, product_unit
 from jaxrl.diagnostics import forward_facts
 from jaxrl.losses import Clip
 from jaxrl.models import DecoderConfig, Kernel
@@ -46,7 +46,7 @@ def certified_facts(
     cuts = mesh.model_dump(exclude={"data"})
     return {
         "model": f"{model.model_type} {architecture}",
-        "device": jax.devices()[0].device_kind,
+        "device": _device(),
         **{name: toml_text(keys[name]) for name in ALWAYS},
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         **{f"mesh.{name}": toml_text(value) for name, value in cuts.items()},
@@ -55,6 +55,14 @@ def certified_facts(
         **forward_facts(precision),
         **sampler,
     }
+
+
+def _device() -> str:
+    """Names the kind of the devices; XLA's and vLLM's sums and roundings on a CPU depend on its
+    units for products."""
+    kind = jax.devices()[0].device_kind
+    unit = product_unit() if kind == "cpu" else None
+    return f"{kind} {unit}" if unit else kind
 
 
 def never_certified(config: Config, clips: Collection[Clip]) -> list[str]:

@@ -69,4 +69,5 @@ from .precision import (
     sampler_precision as sampler_precision,
     short_name as short_name,
 )
+from .processor import product_unit as product_unit
 from .runs import Runs as Runs

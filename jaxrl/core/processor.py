@@ -3,12 +3,21 @@
 import functools
 from pathlib import Path
 
+# Units for matrix products as /proc/cpuinfo names them, the widest first.
+_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+
 
 @functools.cache
 def may_multiply_bf16() -> bool:
     """True if this processor may have units for products of bf16, such as tiles of rows."""
-    file = Path("/proc/cpuinfo")
-    return has_bf16_units(file.read_text(encoding="utf-8") if file.exists() else "")
+    return has_bf16_units(_cpuinfo())
+
+
+@functools.cache
+def product_unit() -> str | None:
+    """Names this processor's widest unit for matrix products: amx_bf16, avx512_bf16, avx512f or
+    avx2; None if it has none of them."""
+    return unit_of(_cpuinfo())
 
 
 def has_bf16_units(cpuinfo: str) -> bool:
@@ -21,5 +30,20 @@ def has_bf16_units(cpuinfo: str) -> bool:
       >>> has_bf16_units("")
       True
     """
+    return unit_of(cpuinfo) in {"amx_bf16", "avx512_bf16", None}
+
+
+def unit_of(cpuinfo: str) -> str | None:
+    """Finds `product_unit` in the content of /proc/cpuinfo.
+
+    Example:
+      >>> unit_of("flags : avx2 avx512f fma")
+      'avx512f'
+    """
     flags = set(cpuinfo.split())
-    return not flags.isdisjoint({"amx_bf16", "avx512_bf16"}) or "avx2" not in flags
+    return next((unit for unit in _UNITS if unit in flags), None)
+
+
+def _cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text(encoding="utf-8") if file.exists() else ""

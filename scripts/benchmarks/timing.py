@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from experiments.runs import plain_parser
 
-from jaxrl.core import Precision
-
-_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+from jaxrl.core import Precision, product_unit
 
 Run = Callable[[int], object]  # does the work with a seed and waits for it
 
@@ -49,7 +47,7 @@ def processor() -> str:
     lines = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     found = {name.strip(): value.strip() for name, value in lines.items()}
     name = found.get("model name") or platform.processor()
-    unit = next((unit for unit in _UNITS if unit in found.get("flags", "").split()), None)
+    unit = product_unit()
     return f"{os.cpu_count()} cores, {name}" + (f", {unit}" if unit else "")
 
 

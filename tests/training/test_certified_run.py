@@ -49,8 +49,10 @@ def test_run_is_held_to_its_certificate(material, tmp_path, capsys):
     run(material, directory, precision="fp32,sums=fixed", train__steps=1)
 
     whole = json.loads(path.read_text())
-    path.write_text(json.dumps(whole | {"facts": whole["facts"] | {"jaxlib": "0.1"}}))
-    with pytest.raises(CertificateError, match=r"jaxlib was 0.1 and is .*--certify --precisions"):
+    older = {"jaxlib": "0.1", "device": "cpu avx"}
+    path.write_text(json.dumps(whole | {"facts": whole["facts"] | older}))
+    changes = r"device was cpu avx and is cpu.* jaxlib was 0.1 and is .*--certify --precisions"
+    with pytest.raises(CertificateError, match=changes):
         run(material, directory, precision="fp32,sums=fixed", train__steps=1)
     path.write_text(json.dumps(whole | {"passed": False, "reasons": ["too far"]}))
     with pytest.raises(CertificateError, match=r"was not passed: too far. Change precision"):
