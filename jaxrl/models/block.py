@@ -1,6 +1,7 @@
 """The transformer layer, defined once: training, prefill and decoding differ in how they find keys
 and values."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl.models import gated_unit
 from jaxrl.models.experts import Routing, mixture
-from jaxrl.models.heads import Settings, arrange
+from jaxrl.models.heads import Settings, arrange, join
 from jaxrl.models.heads_on_gpu import turn
 from jaxrl.models.latent import project_latent, values_of_heads
 from jaxrl.models.layers import OWN, Layer, LayerContext, add_bias, project
@@ -60,7 +61,7 @@ def block(
         out, kept = attend(q, k, v)
         if context.absorbed:
             out = values_of_heads(out, layer, context=context)
-        flat = out.reshape(*x.shape[:2], -1)
+        flat = _joined(out, context=context)
         if gate is not None:
             flat = _opened(flat, gate, context=context)
         more = project(flat, layer, "o", context=context)
@@ -160,6 +161,16 @@ def _arranged(y, layer, table, name, axis, *, context):
     output = (*tokens, axis, "head_dim")
     run = context.local(on_device, inputs=tuple(axes.values()), output=output)
     return run(*arrays.values())
+
+
+def _joined(out: jax.Array, *, context: LayerContext) -> jax.Array:
+    """Returns attention's output [B, T, H, hd] as [B, T, H * hd]."""
+    if not context.by_heads:
+        return out.reshape(*out.shape[:2], -1)
+    config, axes = context.config, ("batch", "length", "q_heads")
+    settings = Settings(out.shape[-1], config.rms_norm_eps, context.precision)
+    join_own = functools.partial(join, settings=settings)
+    return context.local(join_own, inputs=((*axes, "head_dim"),), output=axes)(out)
 
 
 def gated(normed: Copies, layer: Layer, *, context: LayerContext, prefix: str = "") -> jax.Array:

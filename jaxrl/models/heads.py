@@ -1,6 +1,6 @@
 """Queries, keys and values on a TPU: norm, rope and the order of heads in one pass over memory.
 
-XLA makes several passes of them, in f32, because projections end in [B, T, H * hd] while attention
+XLA makes several passes of them, in f32, because projections have [B, T, H * hd] while attention
 reads [H, B, T, hd] (docs/results/chips.md). The kernels round where the plain form does.
 """
 
@@ -40,16 +40,28 @@ def arrange(
       weight: f32[hd], the norm's; None without one.
       settings: of the call.
     """
-    length, size = y.shape[1], settings.size
-    whole = table is None or 2 * table.cos.shape[-1] == size
-    if size % _LANES or length % _LANES or not whole or y.dtype != jnp.bfloat16:
+    whole = table is None or 2 * table.cos.shape[-1] == settings.size
+    if not (whole and _fits(y, settings)):
         return plain(y, table, weight, settings)
     rotation = None
     if table is not None:
         cos, sin = table.cos[:, :, 0], table.sin[:, :, 0]
         rotation = tuple(jnp.concatenate(x, axis=-1) for x in ((cos, cos), (-sin, sin)))
-    row = None if weight is None else weight.reshape(1, size)
+    row = None if weight is None else weight.reshape(1, settings.size)
     return _arrange(y, rotation, row, settings).transpose(1, 2, 0, 3)
+
+
+def join(x: jax.Array, settings: Settings) -> jax.Array:
+    """Returns attention's output [B, T, H, hd] as a product reads it, [B, T, H * hd]. It is fastest
+    if the output lies in memory as that of `arrange`."""
+    if not _fits(x, settings):
+        return x.reshape(*x.shape[:2], -1)
+    return _join(x.transpose(2, 0, 1, 3), settings)
+
+
+def _fits(x: jax.Array, settings: Settings) -> bool:
+    whole = settings.size % _LANES == 0 and x.shape[1] % _LANES == 0
+    return whole and x.dtype == jnp.bfloat16
 
 
 def plain(
@@ -175,3 +187,15 @@ def _named(rotation: Any, weight: jax.Array | None) -> dict[str, jax.Array]:
 
 _arrange: Any = jax.custom_vjp(lambda *args: _arrange_forward(*args)[0], nondiff_argnums=(3,))
 _arrange.defvjp(_arrange_forward, _arrange_backward)
+
+
+def _join_forward(x, settings):
+    return _arrange_backward(settings, (None, None, None), x)[0], None
+
+
+def _join_backward(settings, _, dout):
+    return (_arrange_forward(dout, None, None, settings)[0],)
+
+
+_join: Any = jax.custom_vjp(lambda *args: _join_forward(*args)[0], nondiff_argnums=(1,))
+_join.defvjp(_join_forward, _join_backward)

@@ -57,6 +57,17 @@ def test_kernels_equal_the_plain_form(form, monkeypatch):
     agree(found, plain(monkeypatch, **form), normed=form["normed"])
 
 
+def test_join_inverts_arrange():
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, SIZE)), jnp.bfloat16)
+    flat, dout = x.reshape(BATCH, LENGTH, -1), 2 * x.reshape(BATCH, LENGTH, -1)
+    settings = Settings(SIZE, 1e-6, parse("bf16_master"), interpret=True)
+    joined, backward = jax.vjp(functools.partial(heads.join, settings=settings), x)
+    np.testing.assert_array_equal(joined, flat)
+    np.testing.assert_array_equal(backward(dout)[0], dout.reshape(x.shape))
+    np.testing.assert_array_equal(arrange(joined, None, None, settings), x)
+
+
 @pytest.mark.parametrize("normed", [True, False])
 def test_kernels_of_gpus_equal_the_plain_form(normed):
     form = {"normed": normed, "turned": True}

@@ -95,9 +95,10 @@ def attend(
     """Computes `blocks.attention` with the result of `build`, whose window and soft cap count."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    # The kernel does not scale, so that queries are rounded once more than in `blocks.attention`.
-    scaled = q.astype(precision.accumulate) * scoring.scale
-    arrays = [_padded(x.astype(precision.compute)) for x in (scaled, k, v)]
+    # The kernel does not scale, so that keys are rounded once more than in `blocks.attention`. They
+    # have fewer heads than queries.
+    scaled = k.astype(precision.accumulate) * scoring.scale
+    arrays = [_padded(x.astype(precision.compute)) for x in (q, scaled, v)]
     of_keys = segments if part is None else part.segments
 
     def some(rows: slice) -> jax.Array:
