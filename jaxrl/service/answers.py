@@ -14,6 +14,7 @@ from tinker.types._pydantic_types.save_weights_for_sampler_response import (
     SaveWeightsForSamplerResponseInternal as Published,
 )
 
+from jaxrl.diagnostics import moments
 from jaxrl.service.pool import Scored
 from jaxrl.service.sampling import Answer, Request
 from jaxrl.service.scoring import Top
@@ -45,7 +46,9 @@ def metrics(batch: Batch, scored: Scored) -> dict[str, float]:
 
     "loss:sum"; with the sampler's log-probs q also, as `losses.mismatch` defines them, over tokens
     whose advantage or log q is not 0: "mismatch/kl:mean", "mismatch/k3_kl:mean" in nats and
-    "mismatch/token_mult_error:mean", and "ratio:max".
+    "mismatch/token_mult_error:mean", and "ratio:max". With a shadow s also mean and standard
+    deviation of alpha = log s - log q, "probe/alpha:mean" and "probe/alpha_std:mean", and of beta =
+    log p - log s, all in nats.
     """
     found = {"loss:sum": float(sum(x.sum(dtype=np.float64) for x in scored.losses))}
     found |= scored.metrics
@@ -58,10 +61,15 @@ def metrics(batch: Batch, scored: Scored) -> dict[str, float]:
         sampler.append(arrays["logprobs"].ravel())
         used.append(((arrays["logprobs"] != 0) | (arrays["advantages"] != 0)).ravel())
     mask = np.concatenate(used)
-    delta = (np.concatenate(learner) - np.concatenate(sampler))[mask].astype(np.float64)
-    if not delta.size:
+    p, q = (np.concatenate(x)[mask].astype(np.float64) for x in (learner, sampler))
+    if not p.size:
         return found
-    delta = np.clip(delta, -20, 20)
+    if scored.shadow:
+        s = np.concatenate([x.ravel() for x in scored.shadow])[mask].astype(np.float64)
+        parts = moments("probe/alpha", s - q) | moments("probe/beta", p - s)
+        names = ("probe/alpha", "probe/alpha_std", "probe/beta", "probe/beta_std")
+        found |= {f"{name}:mean": parts[name] for name in names}
+    delta = np.clip(p - q, -20, 20)
     return found | {
         "mismatch/kl:mean": float(np.mean(-delta)),
         "mismatch/k3_kl:mean": float(np.mean(np.exp(delta) - delta - 1)),

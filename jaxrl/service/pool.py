@@ -10,12 +10,23 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core import Precision, cast, count_bucket, jit, jit_forward, segment_totals, to_floats
+from jaxrl.core import (
+    Precision,
+    as_served,
+    cast,
+    count_bucket,
+    jit,
+    jit_forward,
+    sampler_precision,
+    segment_totals,
+    to_floats,
+)
 from jaxrl.learner import LearnerState, make_update
-from jaxrl.models import Model, Params, init, lora, sequence_alignment, token_logprobs
+from jaxrl.models import Model, Params, init, lora, sequence_alignment
 from jaxrl.service import stacks
 from jaxrl.service.losses import find
 from jaxrl.service.rows import parts
+from jaxrl.service.target_logprobs import target_logprobs
 from jaxrl.service.wire import Batch
 from jaxrl.sharding import Layout, place
 
@@ -59,11 +70,13 @@ class Tenant(NamedTuple):
 
 class Scored(NamedTuple):
     """The results of one request: arrays f32[N, K] for each datum, and an uploaded loss's metrics,
-    whose losses are f32[] for each."""
+    whose losses are f32[] for each. `shadow` are log-probs too, of the weights and in the dtypes
+    that the sampler has; empty if not asked for."""
 
     logprobs: list[np.ndarray]
     losses: list[np.ndarray]
     metrics: Mapping[str, float] = {}
+    shadow: Sequence[np.ndarray] = ()
 
 
 class Pool:
@@ -165,8 +178,9 @@ class Pool:
     def compute(self, requests: Sequence[tuple[str, Batch]]) -> list[Scored]:
         """Computes requests of several tenants, in one batch where they fit.
 
-        All requests have the same loss, number of targets per token and `forward_only`. Gradients
-        of sums over tokens are added to those of the tenants; forward-only requests leave them.
+        All requests have the same loss, number of targets per token, `forward_only` and `shadow`.
+        Gradients of sums over tokens are added to those of the tenants; forward-only requests leave
+        them.
         With fixed sums each request has batches of its own, so that its numbers depend on no other.
         """
         if self.base.precision.sums == "fixed":
@@ -176,12 +190,13 @@ class Pool:
     def _together(self, requests: Sequence[tuple[str, Batch]]) -> list[Scored]:
         data = [batch.data for _, batch in requests]
         first = requests[0][1]
-        found = [Scored([None] * len(d), [None] * len(d)) for d in data]  # type: ignore[list-item]
+        rooms: Any = [[[None] * len(one) for _ in range(3 if first.shadow else 2)] for one in data]
         slots = [self._slots.index(name) for name, _ in requests]
         run = self._program(
             (first.loss, first.forward_only),
             functools.partial(_compute, loss=first.loss, backward=not first.forward_only),
         )
+        shadow = self._program("shadow", _shadow)
         unit, whole = self.base.layout.count("batch"), self.base.layout.batch(("batch", "length"))
         rows = NamedSharding(whole.mesh, PartitionSpec(None, *whole.spec))
         align = sequence_alignment(self.base.precision)
@@ -198,13 +213,18 @@ class Pool:
             if gradients is not None:
                 sums = stacks.add(self._stack.gradients, gradients, where)
                 self._stack = self._stack._replace(gradients=sums)
-            logprobs, losses = jax.device_get((logprobs, losses))
+            results = [logprobs, losses]
+            if first.shadow:
+                # With fixed sums learner and sampler compute alike.
+                fixed = self.base.precision.sums == "fixed"
+                results.append(logprobs if fixed else shadow(self.base.params, mine[0], arrays))
+            results = jax.device_get(results)
             for one in part.places:
                 size = len(data[one.request][one.index].tokens)
                 at = (one.tenant, one.row, slice(one.begin, one.begin + size))
-                found[one.request].logprobs[one.index] = logprobs[at]
-                found[one.request].losses[one.index] = losses[at]
-        return found
+                for room, values in zip(rooms[one.request], results, strict=True):
+                    room[one.index] = values[at]
+        return [Scored(*room[:2], shadow=room[2] if first.shadow else ()) for room in rooms]
 
     def _program(self, key: Any, function: Callable[..., Any]) -> Any:
         if key not in self._programs:
@@ -214,7 +234,7 @@ class Pool:
             options: dict[str, Any] = {"out_shardings": (self._stacked.state.params, None, None)}
             if key == "step":
                 options = {"out_shardings": (self._shardings, None), "donate_argnums": 0}
-            elif key[1]:  # forward_only
+            elif key == "shadow" or key[1]:  # forward_only
                 options = {}
             self._programs[key] = jit(bound, sums=self.base.precision.sums, **options)
         return self._programs[key]
@@ -300,6 +320,17 @@ def _compute(
     return jax.tree.map(unscaled, gradients), *found
 
 
+def _shadow(
+    base: Params, mine: Any, arrays: Mapping[str, jax.Array], *, pool: _Static
+) -> jax.Array:
+    """Computes log-probs of rows [A, R, T] as the sampler does, f32[A, R, T, K]; `mine` as
+    `_compute` takes them."""
+    trained = as_served(mine, pool.precision)
+    frozen = as_served(base, pool.precision) if pool.adapted else None
+    pool = pool._replace(precision=sampler_precision(pool.precision))
+    return _logprobs(pool, trained, frozen, arrays)
+
+
 def _logprobs(
     pool: _Static, trained: Any, frozen: Any, arrays: Mapping[str, jax.Array]
 ) -> jax.Array:
@@ -321,28 +352,8 @@ def _logprobs(
         hidden = hidden.reshape(-1, *hidden.shape[2:])
     arrays = {name: jnp.swapaxes(arrays[name], 0, 1) for name in ("targets", "mask")}
     head = model.gathered_head(frozen if pool.adapted else trained)
-    found = scored(hidden, head, arrays, precision=precision)
+    found = target_logprobs(hidden, head, arrays, precision=precision)
     return jnp.swapaxes(found.reshape(shape[1], shape[0], *found.shape[1:]), 0, 1)
-
-
-def scored(
-    hidden: jax.Array, head: Any, arrays: Mapping[str, jax.Array], *, precision: Precision
-) -> jax.Array:
-    """Computes log-probs of targets, f32[B, T, K], from hidden states [B, T, D]; 0 outside the
-    mask. The last token of each row is padding."""
-    rows = hidden.shape[:2]
-    targets = arrays["targets"].reshape(*rows, -1)
-    mask = jnp.roll(arrays["mask"].reshape(rows), 1, axis=1)
-
-    def of(column: jax.Array) -> jax.Array:
-        # The library scores a token with the position before it, a target is scored with its own.
-        shifted = jnp.roll(column, 1, axis=1)
-        found = token_logprobs(hidden, head, shifted, mask, precision=precision.inside("head"))
-        return jnp.roll(found, -1, axis=1)
-
-    if targets.shape[2] == 1:
-        return of(targets[:, :, 0])[:, :, None]
-    return jnp.moveaxis(jax.lax.map(of, jnp.moveaxis(targets, 2, 0)), 0, 2)
 
 
 def _losses(loss: Any, logprobs: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:

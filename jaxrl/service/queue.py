@@ -136,7 +136,8 @@ class Queue:
         if not isinstance(batch, Batch):
             return None
         shapes = {(one.targets.shape[1], tuple(sorted(one.arrays))) for one in batch.data}
-        return self._kind_of(work.target), batch.loss, batch.forward_only, frozenset(shapes)
+        how = batch.loss, batch.forward_only, batch.shadow
+        return self._kind_of(work.target), how, frozenset(shapes)
 
     def _sampling(self, most: int) -> list[Work]:
         taken: list[Work] = []

@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxrl.core import Precision, as_served, cast, count_bucket, jit, sampler_precision
 from jaxrl.models import Head, Model, whole_logits
-from jaxrl.service.pool import Base, scored
+from jaxrl.service.pool import Base
+from jaxrl.service.target_logprobs import target_logprobs
 
 _LOWEST = -99999.0  # stands for no log-prob
 
@@ -141,7 +142,7 @@ def _score(
     hidden = model.hidden(served, tokens, index, segments, precision=own)
     head = model.gathered_head(served)
     arrays = {"targets": jnp.roll(tokens, -1, axis=1), "mask": index < size - 1}
-    logprobs = scored(hidden, head, arrays, precision=own)[:, :, 0]
+    logprobs = target_logprobs(hidden, head, arrays, precision=own)[:, :, 0]
     if not top and not draws and targets is None:
         return _Found(logprobs)
     temperature, seed = drawing

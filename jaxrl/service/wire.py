@@ -38,18 +38,24 @@ class Datum:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The data of a forward or forward_backward request. `own` is the loss, if uploaded."""
+    """The data of a forward or forward_backward request. `own` is the loss, if uploaded; `shadow`
+    asks for the log-probs in the sampler's dtypes, too."""
 
     data: Sequence[Datum]
     loss: str
     forward_only: bool
     own: Prepared | None = None
+    shadow: bool = False
 
 
 MOST_TARGETS = 1 << 26  # of a sparse array, which may claim any shape
 
 UPLOADED = "custom"
 """The client's name of every uploaded loss."""
+
+SHADOW = "jaxrl.shadow"
+"""The setting that asks for the parts alpha and beta of the mismatch, for any loss that reads the
+sampler's log-probs."""
 
 
 def read_batch(
@@ -67,12 +73,13 @@ def read_batch(
       RefusedError: for a loss that the service does not have, a setting or an array that the loss
         does not read, one that is missing, or a datum of a wrong shape, dtype or length.
     """
-    graph = None
+    graph, shadow = None, False
     if message.loss_fn == UPLOADED:
         graph, name = uploaded(_uploaded_id(message)), UPLOADED
         read = functools.partial(_read_inputs, graph=graph)
     else:
         loss, name, settings = read_loss(message)
+        shadow = _read_shadow(message, loss)
         read = functools.partial(_read_arrays, loss=loss, settings=settings)
     if not message.data:
         raise RefusedError("data: there is no datum; give at least one")
@@ -95,7 +102,7 @@ def read_batch(
     if graph is not None:
         counts = [len(one.tokens) for one in data]
         own = prepare(graph, counts, targets=data[0].targets.shape[1])
-    return Batch(data, name, message.forward_only, own)
+    return Batch(data, name, message.forward_only, own, shadow)
 
 
 def _uploaded_id(message: proto.ForwardBackwardRequest) -> str:
@@ -113,6 +120,7 @@ def read_loss(message: proto.ForwardBackwardRequest) -> tuple[Loss, str, dict[st
     """Returns the loss, its name for `find`, and the settings that are arrays; raises RefusedError
     for what the service does not have."""
     name, given = message.loss_fn, _given(message)
+    given.pop(SHADOW, None)
     if not name.startswith(OURS):
         loss = find_loss(name)
         return loss, name, read_settings(name, given, loss)
@@ -123,6 +131,18 @@ def read_loss(message: proto.ForwardBackwardRequest) -> tuple[Loss, str, dict[st
         return find(text), text, {}
     except ValueError as error:
         raise RefusedError(f"loss_fn = {name!r}: {error}") from None
+
+
+def _read_shadow(message: proto.ForwardBackwardRequest, loss: Loss) -> bool:
+    value = _given(message).get(SHADOW, 0.0)
+    if value not in (0.0, 1.0):
+        raise RefusedError(f"loss_fn_config: {SHADOW} = {value!r}; it must be 0 or 1")
+    if value and "logprobs" not in loss.inputs:
+        raise RefusedError(
+            f"loss_fn_config: {SHADOW} splits the mismatch with the sampler, whose log-probs "
+            f"{message.loss_fn} does not read; leave it out"
+        )
+    return bool(value)
 
 
 def find_loss(name: str) -> Loss:

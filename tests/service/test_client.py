@@ -76,7 +76,9 @@ def test_policy_loop_raises_the_reward(server: Server) -> None:
         for one in data:  # the same by a recipe of jaxrl
             marks = np.array(one.loss_fn_inputs["logprobs"].data) != 0
             one.loss_fn_inputs["action_mask"] = types.TensorData.from_numpy(np.float32(marks))
-        found = client.forward(data, "jaxrl.grpo", {"clip_high": 9.0}).result()
+        config = {"clip_high": 9.0, "jaxrl.shadow": 1.0}
+        found = client.forward(data, "jaxrl.grpo", config).result()
+        assert found.metrics["probe/beta_std:mean"] < 1e-5 < found.metrics["probe/alpha_std:mean"]
         for one in data:
             del one.loss_fn_inputs["action_mask"]
         expected = client.forward(data, "ppo", {"clip_high_threshold": 10.0}).result()

@@ -7,6 +7,7 @@ import torch
 
 from jaxrl.core import Precision, cast
 from jaxrl.models import decoder, lora
+from jaxrl.service import answers
 from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
 from jaxrl.service.sampling import Embedded, Request, Samplers
@@ -52,6 +53,11 @@ def pool_of(base: Base, *names: str, tokens: int = 1024, kind: Kind = KIND) -> P
     return pool
 
 
+def samplers_of(base: Base, layout: Layout | None = None) -> Samplers:
+    backend = Embedded(base, max_batch=8, layout=layout)
+    return Samplers(base, tokenizer=None, end_ids=(), load=None, backend=backend)
+
+
 def trees_close(first, second, *, within=1e-5):
     """Compares arrays within a share of their largest number, at least 1."""
 
@@ -89,9 +95,7 @@ def test_with_fixed_sums_learner_and_sampler_are_equal(policy):
     for seed in range(2):
         pool.compute([("a", batch(seed, 12))])
         pool.step("a", SETTINGS | {"learning_rate": 0.3})
-    samplers = Samplers(
-        base, tokenizer=None, end_ids=(), load=None, backend=Embedded(base, max_batch=8)
-    )
+    samplers = samplers_of(base)
     samplers.keep("w", served(pool, pool.weights("a")))
     prompts = [np.arange(2, 2 + n, dtype=np.int32) % 60 + 2 for n in (5, 70, 9)]
     asked = [Request("w", one, 2, 8, 1.0, 1.0, 0, (), 1, True, whole="w") for one in prompts]
@@ -226,16 +230,7 @@ def test_a_mesh_computes_what_one_device_computes(base, kind):
         assert x.sharding.is_equivalent_to(one, x.ndim)
     if not kind.rank:
         return
-    samplers = [
-        Samplers(
-            one,
-            tokenizer=None,
-            end_ids=(),
-            load=None,
-            backend=Embedded(one, max_batch=8, layout=None if one is base else layout),
-        )
-        for one in (base, cut)
-    ]
+    samplers = [samplers_of(one, None if one is base else layout) for one in (base, cut)]
     for own, pool, name in zip(samplers, (alone, several), (names[0], "c"), strict=True):
         own.keep("w", served(pool, pool.weights(name)))
     asked = Request("w", np.arange(2, 9, dtype=np.int32), 2, 5, 0.0, 1.0, 0, (), 1, True)
@@ -252,3 +247,44 @@ def test_attention_of_tenants_on_a_gpu_is_not_cudnn():
     assert kernel_for_tenants("auto", platform="tpu") == "auto"
     with pytest.raises(ValueError, match=r"attention = 'cudnn': it cannot .* use 'auto' or 'xla'"):
         kernel_for_tenants("cudnn", platform="gpu")
+
+
+@pytest.mark.parametrize("policy", ["fp32", "phantom"])
+def test_the_shadow_divides_the_mismatch(policy):
+    """What the sampler reports is the shadow's before an update: alpha is 0, up to the shapes of
+    products. Beta is 0 where both compute in f32."""
+    base, names = base_of(policy), ["a", "b"]
+    pool = pool_of(base, *names)
+    asked = [sampled(base, pool, name, seed) for seed, name in enumerate(names)]
+
+    def metrics():
+        computed = zip(asked, pool.compute(asked), strict=True)
+        return [answers.metrics(batch, one) for (_, batch), one in computed]
+
+    first = metrics()
+    for name in names:
+        pool.step(name, CONDITIONED)
+    for before, after in zip(first, metrics(), strict=True):
+        for found in (before, after):
+            whole = found["probe/alpha:mean"] + found["probe/beta:mean"]
+            assert whole == pytest.approx(-found["mismatch/kl:mean"], abs=1e-6)
+        exact = policy == "fp32"
+        assert before["probe/alpha_std:mean"] < (1e-5 if exact else 1e-2)
+        assert (before["probe/beta_std:mean"] < 1e-5) == exact
+        assert after["probe/alpha_std:mean"] > 2 * before["probe/alpha_std:mean"]
+
+
+def sampled(base: Base, pool: Pool, name: str, seed: int) -> tuple[str, Batch]:
+    """Samples of a tenant's present weights, to be trained on with a shadow."""
+    samplers = samplers_of(base)
+    samplers.keep("now", served(pool, pool.weights(name)))
+    request = Request("now", np.arange(3, 9, dtype=np.int32), 3, 9, 1.0, 1.0, -1, (), seed)
+    ((_, answer),) = samplers.answers([request])
+    data = []
+    for one in answer.samples:
+        tokens = np.concatenate([request.prompt, one.tokens]).astype(np.int32)
+        logprobs = np.zeros((len(tokens) - 1, 1), np.float32)
+        logprobs[-len(one.tokens) :, 0] = one.logprobs
+        arrays = {"logprobs": logprobs, "advantages": np.float32(logprobs != 0)}
+        data.append(Datum(tokens[:-1], tokens[1:, None], arrays, True))
+    return name, Batch(data, "importance_sampling", False, shadow=True)

@@ -70,6 +70,17 @@ def test_sparse_targets_of_a_prompt_are_checked_before_they_take_memory(
         requests.decode("sample", json.dumps(request).encode(), limits)
 
 
+@pytest.mark.parametrize(
+    ("loss", "value", "match"),
+    [("cross_entropy", 1.0, "log-probs cross_entropy does not read"), ("ppo", 2.0, "be 0 or 1")],
+)
+def test_a_shadow_is_refused_where_there_is_nothing_to_divide(loss, value, match) -> None:
+    settings = {wire.SHADOW: value}
+    message = proto.ForwardBackwardRequest(loss_fn=loss, loss_fn_config=settings)
+    with pytest.raises(wire.RefusedError, match=match):
+        wire.read_batch(message, vocab_size=9, max_positions=9, uploaded=lambda name: None)
+
+
 @pytest.mark.parametrize("kind", ["save", "publish"])
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "a:b", ".a.draft", "a\n", "\u00e9" * 101])
 def test_a_checkpoint_has_a_directory_of_its_own(kind, name) -> None:
