@@ -48,10 +48,10 @@ microbatch_tokens = 4096   # changes speed and memory, never the result
 [optimizer]
 learning_rate = 1e-6
 
-# A vLLM server in place of sampling in JAX:
+# In place of sampling in JAX, a vLLM server (jaxrl serve) on a GPU of its own:
 # [sampler]
 # name = "vllm"
-# device = "cuda"
+# url = ["http://127.0.0.1:8000"]
 """
 
 REWARD = '''\
