@@ -49,6 +49,7 @@ NAMES: Mapping[str, Renamed] = {
     "vllm_server_base_url": Renamed(("sampler.url",)),
     "vllm_gpu_memory_utilization": Renamed(("sampler.vllm_args",)),
     "vllm_tensor_parallel_size": Renamed(("sampler.vllm_args",)),
+    "vllm_enable_sleep_mode": Renamed(("sampler.sleep",)),
     # Rewards
     "reward_funcs": Renamed(("reward.path",)),
     "reward_weights": Renamed(("reward.weights",)),
