@@ -23,6 +23,7 @@ from jaxrl.config.doctor import DoctorConfig
 from jaxrl.config.preference import DPOConfig, RewardModelConfig
 from jaxrl.config.supervised import SFTConfig
 from jaxrl.config.training import Config
+from jaxrl.core.precision import PRESETS
 from jaxrl.environments.tools.schema import load_tools
 from jaxrl.losses import preference
 from tests import arithmetic
@@ -214,6 +215,18 @@ def test_every_piece_of_toml_is_a_config(place):
 def test_every_piece_of_python_runs(place):
     for snippet in snippets("python"):
         exec(compile(snippet.text, snippet.where, "exec"), {"__name__": "snippet"})
+
+
+def test_presets_are_as_their_table_says():
+    table = re.search(r"^\| preset .*?\n\n", (ROOT / "docs/precision.md").read_text(), re.M | re.S)
+    head, _, *rows = [line.split(" | ") for line in table[0].replace("`", "").split("\n") if line]
+    assert {row[0].removeprefix("| ") for row in rows} == PRESETS.keys()
+    for name, *cells in rows:
+        roles = dict(part.split("=") for part in str(PRESETS[name.removeprefix("| ")]).split(","))
+        assert roles["logits"] == roles["moments"] == "f32"
+        for named, said in zip(head[1:6], cells[:5], strict=True):
+            for role in named.split(", "):
+                assert roles.get(role, "none").partition(":")[0] == said, f"{name}: {role}"
 
 
 def test_keys_that_are_named_are_keys():
