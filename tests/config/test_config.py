@@ -378,10 +378,7 @@ def test_mesh_rules_can_be_changed():
     ("changes", "message"),
     [
         ({"mesh__parameters": ["embed=stage"]}, "names the mesh axis 'stage'; expected .*'tensor'"),
-        (
-            {"mesh__parameters": ["embd="]},
-            "'embd=': there is no logical axis 'embd'; .* layers, vocab",
-        ),
+        ({"mesh__parameters": ["embd="]}, "'embd=': .* no logical axis 'embd'; .* layers, vocab"),
         ({"mesh__activations": ["norm="]}, "no logical axis 'norm'; known are batch, routed"),
         ({"mesh__activations": ["embed"]}, "rule 'embed': expected one LOGICAL=MESH"),
     ],
