@@ -1,6 +1,7 @@
 """Builds the critic of a run: a separate network, or a value head on the policy's."""
 
 import dataclasses
+import functools
 
 import jax
 import optax
@@ -50,20 +51,16 @@ def open_critic(
     if config.critic.trunk == "shared":
         pure, params, specs = _shared_trunk(config, recipe, model=model, layout=layout)
     else:
-        critic, params, specs = _own_network(config, recipe, checkpoint=checkpoint, layout=layout)
-        pure = side_by_side(learner, critic)
+        alone, params, specs = _own_network(config, recipe, checkpoint=checkpoint, layout=layout)
+        pure = side_by_side(learner, alone)
     own = state_shardings(config.optimizer, pure.init, params, layout=layout, specs=specs)
+    compiled = functools.partial(jit, sums=config.precision.sums)
     step, pretrain = (
-        jit(
-            function,
-            sums=config.precision.sums,
-            donate_argnums=0,
-            out_shardings=(State(shardings, own), None),
-        )
+        compiled(function, donate_argnums=0, out_shardings=(State(shardings, own), None))
         for function in (pure.step, pure.pretrain)
     )
-    compiled = pure._replace(values=jit(pure.values), pretrain=pretrain, step=step)
-    return compiled, jit(pure.init, out_shardings=own)(params)
+    critic = pure._replace(values=compiled(pure.values), pretrain=pretrain, step=step)
+    return critic, jit(pure.init, out_shardings=own)(params)
 
 
 def place_critic(

@@ -1,5 +1,6 @@
 """Critic, reference and reward model on devices of their own, and a reference on a server."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import huggingface
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.learner import open_learning
+from jaxrl.builders.model import find_models
+from jaxrl.builders.recipe import make_recipe
 from jaxrl.config.toml_file import ConfigError
 from jaxrl.core.batch import given_rollout
-from jaxrl.core.packing import MinibatchShape, pack_minibatch
+from jaxrl.core.packing import MinibatchShape, pack_minibatch, unpack
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner.policy import make_score
 from jaxrl.tracking.tracker import read_metrics
@@ -46,6 +51,28 @@ def assert_same(one: Path, other: Path) -> None:
     mine, theirs = (load_file(run / "model" / "model.safetensors") for run in (one, other))
     for name, array in mine.items():
         np.testing.assert_allclose(array, theirs[name], rtol=1e-3, atol=2e-5)
+
+
+def test_with_fixed_sums_values_do_not_depend_on_the_rest_of_the_batch(material):
+    config = run_config(material, loss__name="ppo", precision="fp32,sums=fixed")
+    layout = make_layout(config.mesh, precision=config.precision)
+    given = {"models": find_models(config), "layout": layout}
+    learning, state = open_learning(config, make_recipe(config), **given)
+    head = np.random.default_rng(0).normal(size=(1, tiny.CONFIG.hidden_size))
+    critic = state.critic_state
+    params = critic.params | {"score": head.astype(np.float32)}
+    state = state._replace(critic=dataclasses.replace(critic, params=params))
+
+    def values(rollouts) -> np.ndarray:
+        shape = dataclasses.replace(
+            learning.shape, rows_per_microbatch=len(rollouts), max_rows=len(rollouts)
+        )
+        minibatch = pack_minibatch(rollouts, [0.0] * len(rollouts), shape=shape)
+        found = np.asarray(learning.critic.values(state, minibatch))
+        return unpack(found, rollouts, shape=shape)[0]
+
+    rollouts = tiny.rollouts(32, longest=config.longest_sequence)
+    np.testing.assert_array_equal(values(rollouts), values(rollouts[:1]))
 
 
 def test_critic_and_reference_on_meshes_of_their_own(material, tmp_path):
