@@ -62,9 +62,11 @@ def test_beta_is_of_the_dtype_policy(model, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(work, "publish", fails)
     out = tmp_path / "bench.json"
-    asked = ["bench", model, "--precisions", "phantom,wire=f32", "--only", "publish,beta"]
+    texts = "phantom,wire=f32,fp32,sums=fixed"
+    asked = ["bench", model, "--precisions", texts, "--only", "publish,beta"]
     assert main([*asked, "--out", str(out), *SIZES]) == 0
-    (parts,) = json.loads(out.read_text())["precisions"].values()
+    parts, fixed = json.loads(out.read_text())["precisions"].values()
+    assert fixed["beta"]["std"] == 0
     assert parts["beta"]["std"] > 1e-3  # bf16 has 8 bits
     assert parts["publish"] == {"error": "RESOURCE_EXHAUSTED: out of memory"}
     shown = capsys.readouterr().out

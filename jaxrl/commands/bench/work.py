@@ -1,6 +1,7 @@
 """The measurements of `jaxrl bench`, each with random weights on one device."""
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from jaxrl.models import (
     init,
     product,
     reserves_by_run,
+    sequence_alignment,
 )
 from jaxrl.sampling import EmbeddedSampler, SamplingParams
 
@@ -67,7 +69,10 @@ def build(config: DecoderConfig, work: Work) -> Bench:
 
     def shape(precision: Precision) -> MinibatchShape:
         bound = reserves_by_run(kernel(precision), layout)
-        return MinibatchShape(row_length=work.row, rows_per_microbatch=1, bound_runs=bound)
+        align = sequence_alignment(precision)
+        return MinibatchShape(
+            row_length=work.row, rows_per_microbatch=1, align=align, bound_runs=bound
+        )
 
     return Bench(model, params, work, kernel, shape)
 
@@ -86,9 +91,9 @@ def learner(bench: Bench, precision: Precision) -> Numbers:
     ]
     shape = bench.shape(precision)
     minibatch = pack_minibatch(rollouts, list(rng.normal(size=count)), shape=shape)
-    built = _learner(bench.model, precision)
+    built: Any = _learner(bench.model, precision)
     state = jit(built.init, donate_argnums=0)(_copy(bench.params, precision))
-    step = jit(built.step, donate_argnums=0).lower(state, minibatch).compile()
+    step = built.step.lower(state, minibatch).compile()
 
     def run() -> None:
         nonlocal state
@@ -167,8 +172,15 @@ def beta(bench: Bench, precision: Precision) -> Numbers:
 
 
 def _learner(model: Model, precision: Precision) -> Learner:
+    """Makes a learner, compiled as in a run."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.0))
-    return make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
+    made = make_learner(model, grpo().objective, optimizer=optimizer, precision=precision)
+    compiled = functools.partial(jit, sums=precision.sums)
+    return made._replace(
+        score=compiled(made.score),
+        shadow_scores=compiled(made.shadow_scores),
+        step=compiled(made.step, donate_argnums=0),
+    )
 
 
 def _copy(params: Params, precision: Precision) -> Params:

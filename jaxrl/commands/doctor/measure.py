@@ -45,7 +45,7 @@ from jaxrl.diagnostics import (
 )
 from jaxrl.environments import as_rollout
 from jaxrl.huggingface import Checkpoint
-from jaxrl.learner import Learner, make_learner
+from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
 from jaxrl.models import Model, Params, choose_kernel, sequence_alignment
 from jaxrl.sampling import SamplingParams
@@ -251,7 +251,9 @@ def _measure(
     )
     learner, compiled = made(precision=precision), functools.partial(jit, sums=precision.sums)
     learner = learner._replace(
-        score=compiled(learner.score), shadow_scores=compiled(made(precision=served).shadow_scores)
+        score=compiled(learner.score),
+        shadow_scores=compiled(made(precision=served).shadow_scores),
+        step=compiled(learner.step, donate_argnums=0),
     )
     parts = split(learner, samples.minibatch, params=params)
     three = log_ratio_parts(
@@ -301,10 +303,10 @@ def _row_length(inputs: Inputs, *, longest: int) -> int:
     return -(-longest // multiple) * multiple
 
 
-def _step_times(learner: Learner, params: Any, *, samples: Samples, count: int) -> Iterator[float]:
-    """Times training steps, without compilation."""
+def _step_times(learner: Any, params: Any, *, samples: Samples, count: int) -> Iterator[float]:
+    """Times training steps of a compiled learner, without compilation."""
     state = jit(learner.init)(params)
-    step = jit(learner.step, donate_argnums=0).lower(state, samples.minibatch).compile()
+    step = learner.step.lower(state, samples.minibatch).compile()
     for _ in range(count):
         start = time.perf_counter()
         state, _ = step(state, samples.minibatch)
