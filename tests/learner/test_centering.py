@@ -1,5 +1,10 @@
 """Score centering: the term equals the sum over the vocabulary, and removes the drift alone."""
 
+import importlib
+import json
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +23,7 @@ from tests import tiny
 MODEL = decoder(tiny.CONFIG)._replace(temperature=0.8)
 ROLLOUTS = tiny.rollouts(6)
 SHAPE = MinibatchShape(row_length=24, rows_per_microbatch=3)
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 BATCH = pack_minibatch(ROLLOUTS, [1.0, -0.5, 2.0, 0.3, -1.0, 0.7], shape=SHAPE)
 
 
@@ -81,3 +87,23 @@ def test_matched_sampler_has_no_drift():
     np.testing.assert_allclose(  # the term adds nothing to the value
         metrics["loss"].total, plain_metrics["loss"].total, rtol=1e-6
     )
+
+
+def test_more_of_the_first_tokens_are_nearer_to_the_term(tmp_path, monkeypatch, capsys):
+    """The command's table: without all tokens of q the term has an error, which falls with them."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "cde")))
+    model = tiny.write_checkpoint(tmp_path / "model")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(sys, "argv", ["top_centering.py", str(model), str(prompts), "--group=2"])
+    importlib.import_module("top_centering").main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = [[float(cell) for cell in line.strip("|").split("|")] for line in lines[2:]]
+    counts, known, *errors = zip(*cells, strict=True)
+    assert counts == (1, 5, 20, 50)  # of 64
+    assert sorted(known) == list(known)
+    assert known[-1] < 1
+    for column in errors:
+        assert sorted(column, reverse=True) == list(column)
+        assert column[0] > 0.1
+        assert column[-1] < 0.5 * column[0]
