@@ -13,6 +13,7 @@ jaxrl's client alternates with a bare loop that discards the completions.
 
 import argparse
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -69,6 +70,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="2: on every other layer, and so on")
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16", "f16"])
     parser.add_argument("--baseline", type=Path, help="directory with a plain jax_decode.py")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count seconds of cores, if others use them"
+    )
     parser.add_argument("--beside-vllm", action="store_true", help="time it on vLLM, too")
     args = parser.parse_args()
     usual = (args.prompt, args.window) == (PROMPT, None)
@@ -84,8 +88,9 @@ def main() -> None:
         else:
             served = Precision.parse(f"fp32,sampler={dtype}").sampler
             made = serving.clients(SHAPES[shape], dtype=served, sequences=sequences)
+        clock = time.process_time if args.processor_time else time.perf_counter
         with made as runs:
-            seconds = alternate(runs, repetitions=args.repetitions)
+            seconds = alternate(runs, repetitions=args.repetitions, clock=clock)
         tokens = int(limits.sum())
         layers = {"window": args.window, "every": args.every}
         config = sampling.windowed(shape, **layers)

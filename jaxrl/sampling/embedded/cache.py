@@ -33,7 +33,8 @@ class Cache:
     # [L, B, K, head_dim, S] for a CPU, else [L, B, K, S, head_dim]. In the absorbed form of
     # `latent`, K is 1.
     keys: jax.Array
-    # [L, B, K, S, value_dim], see `pad_values`; None in the absorbed form, where they are the keys.
+    # [L, B, K, S, value_dim], see `pad_values`, or [L, B, K / J, S, TILE] with `_joined_heads` J;
+    # None in the absorbed form, where they are the keys.
     values: jax.Array | None
     # [L, B, S, k] of the layers with experts, in the smallest unsigned dtype.
     experts: jax.Array | None = None
@@ -109,7 +110,15 @@ def _attend_plain(q, cache, place, positions, *, scoring, precision):
     sinks = scoring.sink_scores(kv_heads=kv_heads, ndim=4, dtype=precision.accumulate)
     if sinks is not None:
         sinks = jnp.repeat(sinks, length, axis=2)
+    if (joined := kv_heads // values.shape[1]) > 1:
+        scores, sinks = (
+            None if x is None else x.reshape(len(x), values.shape[1], -1, x.shape[-1])
+            for x in (scores, sinks)
+        )
     out, _ = softmax_product(scores, values, sinks, precision=precision)
+    if joined > 1:  # a head keeps the columns of its own values
+        out = out.reshape(batch, -1, joined, groups * length, joined, TILE // joined)
+        out = jnp.stack([out[:, :, i, :, i] for i in range(joined)], axis=2)
     out = out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads, -1)
 
@@ -163,8 +172,18 @@ def cache_entries(k: jax.Array, v: jax.Array, context: LayerContext, *, for_cpu:
     keys = k.transpose(0, 2, 3, 1) if for_cpu else k.transpose(0, 2, 1, 3)
     if context.absorbed:
         return Cache(keys, None, for_cpu=for_cpu)
+    if for_cpu:
+        joined = _joined_heads(*v.shape[2:], precision=precision)
+        v = v.reshape(*v.shape[:2], -1, joined * v.shape[3])
     values = pad_values(v.transpose(0, 2, 1, 3), precision)
     return Cache(keys, values, for_cpu=for_cpu)
+
+
+def _joined_heads(heads: int, width: int, *, precision: Precision) -> int:
+    """Returns the number of key heads whose values stand side by side in one matrix: with fixed
+    sums, those that fill the columns to which `pad_values` would pad each of them."""
+    joined = TILE // width if TILE % width == 0 else 1
+    return joined if precision.sums == "fixed" and heads % joined == 0 else 1
 
 
 def write_entries(
