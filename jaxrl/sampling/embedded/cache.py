@@ -111,10 +111,9 @@ def _attend_plain(q, cache, place, positions, *, scoring, precision):
     if sinks is not None:
         sinks = jnp.repeat(sinks, length, axis=2)
     if (joined := kv_heads // values.shape[1]) > 1:
-        scores, sinks = (
-            None if x is None else x.reshape(len(x), values.shape[1], -1, x.shape[-1])
-            for x in (scores, sinks)
-        )
+        scores = scores.reshape(batch, values.shape[1], -1, scores.shape[-1])
+        if sinks is not None:
+            sinks = sinks.reshape(len(sinks), values.shape[1], -1, 1)
     out, _ = softmax_product(scores, values, sinks, precision=precision)
     if joined > 1:  # a head keeps the columns of its own values
         out = out.reshape(batch, -1, joined, groups * length, joined, TILE // joined)
