@@ -17,23 +17,13 @@ EXPERTS = {
     "moe_intermediate_size": 96,
     "norm_topk_prob": True,
 }
-LARGE = {
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 768,
-    "initializer_range": 0.05,
-}
 
 
 class Case(NamedTuple):
-    """A base model, the keys of its fine-tuning, the keys of its runs, and their samplers."""
+    """A base model, and the keys of its runs."""
 
     model: dict
-    base: Mapping[str, object] = {}
     keys: Mapping[str, object] = {}
-    samplers: Sequence[str] = ("embedded", "vllm")
 
 
 CASES = {
@@ -41,19 +31,13 @@ CASES = {
     "qwen3_moe, 2 of 8 experts": Case(make_arithmetic.MODEL | EXPERTS),
     # Adapters take larger learning rates than whole models.
     "qwen3, adapters of rank 8": Case(
-        make_arithmetic.MODEL, keys={"lora.rank": 8, "optimizer.learning_rate": 3e-3}
-    ),
-    "qwen3, 8 layers of 256": Case(
-        make_arithmetic.MODEL | LARGE,
-        base={"train.steps": 300, "optimizer.learning_rate": 1e-3},
-        keys={"optimizer.learning_rate": 1e-4},
-        samplers=("embedded",),
+        make_arithmetic.MODEL, {"lora.rank": 8, "optimizer.learning_rate": 3e-3}
     ),
 }
 PRECISIONS = {"bf16": "bf16_master", "fp16": "fp16_master"}
 PARTS = {"families": "embedded", "served_families": "vllm"}  # of the script, with their samplers
 Cell = tuple[str, str, str]  # case, sampler, dtype of training and sampler
-CELLS: list[Cell] = [(c, s, d) for c in CASES for s in CASES[c].samplers for d in PRECISIONS]
+CELLS: list[Cell] = [(c, s, d) for c in CASES for s in PARTS.values() for d in PRECISIONS]
 
 
 def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
@@ -67,8 +51,8 @@ def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
 def material(directory: Path, name: str) -> Path:
     """Returns the directory of a case, with its base model and prompts; writes them first if they
     are not there."""
-    there, case = directory / material_name(name), CASES[name]
-    sanity.write_material(there, model=case.model, keys=case.base)
+    there = directory / material_name(name)
+    sanity.write_material(there, model=CASES[name].model)
     return there
 
 

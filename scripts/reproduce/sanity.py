@@ -3,7 +3,6 @@
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import make_arithmetic
 import numpy as np
@@ -32,14 +31,9 @@ CELLS: list[Cell] = [(name, dtype, dtype) for name in ALGORITHMS for dtype in PR
 CELLS += [("GRPO", a, b) for a in PRECISIONS for b in SAMPLERS if a != b]
 
 
-def write_material(
-    directory: Path,
-    *,
-    model: dict = make_arithmetic.MODEL,
-    keys: Mapping[str, object] = MappingProxyType({}),
-) -> None:
+def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> None:
     """Writes perfectible prompts and, unless it is there, a base model: by default the
-    quickstart's. `keys` change the config of its fine-tuning."""
+    quickstart's."""
     if not (directory / "base" / "model").exists():
         directory.mkdir(parents=True, exist_ok=True)
         make_arithmetic.write_model(directory / "untrained", model, seed=0)
@@ -51,7 +45,6 @@ def write_material(
             f"--run_dir={directory / 'base'}",
             f"--model.path={directory / 'untrained'}",
             f"--data.path={directory / 'sft.jsonl'}",
-            *(f"--{key}={value}" for key, value in keys.items()),
         )
     out = directory / "perfectible.jsonl"
     if not out.exists():
