@@ -144,7 +144,7 @@ class EmbeddedSampler(Sampler):
         """Samples turns with settings and adapters of their own in one batch, by one program.
 
         A completion is the same, up to rounding, whatever the others of the batch are; with fixed
-        sums bit for bit. Turn caches are not used.
+        sums and without adapters bit for bit. Turn caches are not used.
 
         Args:
           turns: see `OwnTurn`; `params.max_tokens` is ignored.
