@@ -36,8 +36,6 @@ class OwnTurns:
             return values if np.any(values != np.asarray(neutral, dtype)) else None
 
         table, (chosen, texts) = _tables(params), _texts(params)
-        which = np.array([-1 if one.adapters is None else one.adapters for one in turns], np.int32)
-        most = count_bucket(int(np.bincount(which + 1, minlength=2)[1:].max()))
         self._rows = RowSettings(
             temperature=np.array([one.temperature for one in params], np.float32),
             truncation=Truncation(
@@ -47,7 +45,7 @@ class OwnTurns:
             ),
             stops=table,
             texts=chosen,
-            adapters=AdapterRows(which, adapters, most, parts) if adapters else None,
+            adapters=_adapter_rows(turns, adapters, parts) if adapters else None,
         )
         self._index = np.array([(t.prompt_index, t.sample_index) for t, *_ in turns], np.int32)
         self._seeds = np.array([(one.seed % 2**32, one.seed // 2**32) for one in params], np.uint32)
@@ -80,6 +78,14 @@ class OwnTurns:
     def keys(self, places: Sequence[int], *, size: int) -> jax.Array:
         """Returns the keys of the seeds of a batch's rows, key[size]."""
         return _keys(self._seeds[_padded(places, size)])
+
+
+def _adapter_rows(turns: Sequence[OwnTurn], count: int, parts: int) -> AdapterRows:
+    which = np.array([-1 if one.adapters is None else one.adapters for one in turns], np.int32)
+    most = int(np.bincount(which + 1, minlength=count + 1)[1:].max())
+    # Of equal shares, so that few programs are compiled: together they are no more than the batch.
+    share = count_bucket(len(turns)) // count
+    return AdapterRows(which, count, count_bucket(max(most, share)), parts)
 
 
 def _padded(places: Sequence[int], size: int) -> np.ndarray:
