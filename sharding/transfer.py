@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 def place(tree: Any, shardings: Any) -> Any:
     """Moves host arrays, equal on every process, to devices. Each process places its own parts;
-    nothing is sent. `shardings` is one sharding for all arrays, or a tree of the same form."""
+    nothing is sent. Arrays that lie on the devices of several processes move between them.
+    `shardings` is one sharding for all arrays, or a tree of the same form."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, Sharding):
@@ -33,6 +34,8 @@ def fetch(tree: Any) -> Any:
 
 
 def _place(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
     # jax.device_put would send the values between processes to compare them.
     host = jax.device_get(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

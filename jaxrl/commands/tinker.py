@@ -13,7 +13,7 @@ import secrets
 import signal
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from jaxrl.bridge import free_port, is_loopback
 from jaxrl.commands import options
 from jaxrl.commands.report.command import charts, render
 from jaxrl.config.tinker import TinkerConfig
+from jaxrl.core import Hosts
 from jaxrl.huggingface import hub
+from jaxrl.training import cluster
+from jaxrl.training.run_directory import check_shared
 
 KEY = "TINKER_API_KEY"
 
@@ -38,29 +41,38 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     config, arguments = options.parse_arguments(parser(), TinkerConfig, argv)
     try:
-        from jaxrl.service.live import Page
-        from jaxrl.service.serving import open_service
+        from jaxrl.service.serving import follow_service
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error.name} is not installed; pip install 'jaxrl[tinker]'"
         ) from None
-    check_alone(os.environ)
-    state = Path(config.state_dir)
-    state.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    state, model_dir = Path(config.state_dir), hub.local_directory(arguments.model_dir)
+    name = config.name or arguments.model_dir
+    with cluster.joined(config.hosts):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
+        hosts = Hosts()
+        hosts.on_leader(lambda: state.mkdir(parents=True, exist_ok=True))
+        check_shared(state, hosts, key="state_dir")
+        if hosts.leads:
+            _lead(config, model_dir, name=name, state=state)
+        else:
+            follow_service(config, model_dir, name=name, directory=state)
+    return 0
+
+
+def _lead(config: TinkerConfig, model_dir: str, *, name: str, state: Path) -> None:
+    """Serves clients, with the devices of all processes."""
+    from jaxrl.service.live import Page
+    from jaxrl.service.serving import open_service
+
     keys = find_keys(config.host, state)
     port = config.port or free_port(config.host, 0)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    with open_service(
-        config,
-        hub.local_directory(arguments.model_dir),
-        name=config.name or arguments.model_dir,
-        keys=keys,
-        directory=state,
-        page=Page(render, charts),
-    ) as app:
+    page = Page(render, charts)
+    opened = open_service(config, model_dir, name=name, keys=keys, directory=state, page=page)
+    with opened as app:
         lines = f"export TINKER_BASE_URL=http://{config.host}:{port}\nexport {KEY}={keys[0]}"
         _serve(app, host=config.host, port=port, ready=lines)
-    return 0
 
 
 def _serve(app: Any, *, host: str, port: int, ready: str) -> None:
@@ -77,30 +89,11 @@ def _serve(app: Any, *, host: str, port: int, ready: str) -> None:
                 poll.set()
             await super().shutdown(sockets)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     settings = uvicorn.Config(
         app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5
     )
     with contextlib.suppress(KeyboardInterrupt):
         Server(settings).run()
-
-
-def check_alone(environment: Mapping[str, str]) -> None:
-    """Refuses to start where several processes were to share a model: each would be a server, with
-    models of its own.
-
-    Raises:
-      ValueError: if a variable of jax, Slurm or Open MPI says so.
-    """
-    counts = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-    several = [name for name in counts if environment.get(name, "1") != "1"]
-    if environment.get("JAX_COORDINATOR_ADDRESS") and "JAX_NUM_PROCESSES" not in environment:
-        several.append("JAX_COORDINATOR_ADDRESS")  # the cluster that jax finds has the number
-    for name in several:
-        raise ValueError(
-            f"{name} = {environment[name]!r}: jaxrl tinker is one process and its mesh the devices "
-            "of one host; start it once, with this variable unset"
-        )
 
 
 def find_keys(host: str, state: Path) -> list[str]:

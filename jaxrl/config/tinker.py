@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from jaxrl.config.hosts import HostsConfig
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.section import Attention, Remat
 from jaxrl.config.tables import BaseConfig
@@ -48,6 +49,7 @@ class TinkerConfig(BaseConfig):
     remat: Remat = "matmuls"
     attention: Attention = "auto"
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
 
     def _contradictions(self) -> Iterator[str]:
         if self.precision.blocks not in ("none", "int8") and self.sampler != "embedded":

@@ -4,8 +4,9 @@ import json
 import time
 from typing import Any
 
-from jaxrl.service.files import Files, divided
-from jaxrl.service.pool import Pool
+from jaxrl.service.devices import Devices
+from jaxrl.service.files import Files, Saved, Stamp, divided
+from jaxrl.service.pool import Kind
 from jaxrl.service.requests import Work
 from jaxrl.service.state import Store, dumps
 from jaxrl.service.wire import RefusedError
@@ -19,15 +20,18 @@ class Checkpoints:
     N wrote, and no other.
     """
 
-    def __init__(self, store: Store, files: Files) -> None:
-        """Keeps rows in `store` and weights in `files`."""
-        self._store, self._files = store, files
+    def __init__(self, store: Store, files: Files, devices: Devices) -> None:
+        """Keeps rows in `store` and weights of the tenants on `devices` in `files`."""
+        self._store, self._files, self._devices = store, files, devices
 
-    def write(self, work: Work, pool: Pool, path: str, kind: str, *, ttl: int | None) -> None:
-        """Writes the present weights of a request's model; for `kind` "training" also what training
-        goes on from. It expires after `ttl` seconds, unless that is None."""
+    def write(self, work: Work, trained: Kind, path: str, kind: str, *, ttl: int | None) -> None:
+        """Writes the present weights of a request's model, which trains `trained`; for `kind`
+        "training" also what training goes on from. It expires after `ttl` seconds, unless that is
+        None."""
         state = kind == "training"
-        size = self._files.write_checkpoint(path, pool, pool.read(work.target), state=state)
+        tenant = self._devices.read(trained, work.target, weights_only=not state)
+        pool = self._devices.pool(trained)
+        size = self._files.write_checkpoint(path, pool, tenant, state=state)
         row, now = self._store.model(work.target), time.time()
         content = json.loads(row["content"])
         metadata = getattr(work.payload, "user_metadata", None)
@@ -38,7 +42,7 @@ class Checkpoints:
             marks = "?, ?, ?, ?, ?, ?, ?, 0, ?"
             db.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({marks})", values)
 
-    def save(self, work: Work, pool: Pool) -> str:
+    def save(self, work: Work, trained: Kind) -> str:
         """Writes what a request of the kind "save" or "external" names, the latter weights alone;
         returns its path."""
         request, external = work.payload, work.kind == "external"
@@ -49,7 +53,7 @@ class Checkpoints:
         elif not request.overwrite:
             self.check_new(path, work, advice="choose another name, or overwrite=True")
         kind = "external" if external else "training"
-        self.write(work, pool, path, kind, ttl=request.ttl_seconds)
+        self.write(work, trained, path, kind, ttl=request.ttl_seconds)
         return path
 
     def check_new(self, path: str, work: Work, *, advice: str) -> None:
@@ -80,6 +84,12 @@ class Checkpoints:
         with self._store.transaction() as db:
             db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
         self._files.delete(path)
+
+    def saved(self, path: str) -> Saved:
+        """Returns a checkpoint's files; raises RefusedError if there is none."""
+        row = self.find(path)
+        kind = Kind(row["rank"], row["attention"], row["mlp"])
+        return Saved(path, kind, Stamp.of(self._files.checkpoint(path)))
 
     def expire(self) -> None:
         """Deletes checkpoints whose time is over."""

@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.service.pool import Pool, Scored
+from jaxrl.service.pool import Scored
 from jaxrl.service.requests import Limits, decode
 from jaxrl.service.state import Store
 from jaxrl.service.uploaded.graph import Graph, read_graph
@@ -16,16 +16,19 @@ from jaxrl.service.wire import Batch, RefusedError
 _THROUGH = "cross_entropy"  # whose gradient is that of any loss, given as weights
 
 
-def compute(pool: Pool, requests: Sequence[tuple[str, Batch]]) -> list[Scored | RefusedError]:
-    """Computes requests as `Pool.compute` does, and those with uploaded losses.
+def compute(
+    run: Callable[[Sequence[tuple[str, Batch]]], list[Scored]],
+    requests: Sequence[tuple[str, Batch]],
+) -> list[Scored | RefusedError]:
+    """Computes requests by `run`, which is `Pool.compute`, and those with uploaded losses.
 
     These take a forward pass more: the log-probs come first, and the derivative of the loss by them
     goes back as weights. A request whose derivative is not finite is refused, and adds nothing,
     unless it asks for the forward pass alone.
     """
     if requests[0][1].own is None:
-        return list(pool.compute(requests))
-    scored = pool.compute([(name, _weighted(batch, None)) for name, batch in requests])
+        return list(run(requests))
+    scored = run([(name, _weighted(batch, None)) for name, batch in requests])
     found: list[Scored | RefusedError] = []
     backward = []
     for (name, batch), one in zip(requests, scored, strict=True):
@@ -40,7 +43,7 @@ def compute(pool: Pool, requests: Sequence[tuple[str, Batch]]) -> list[Scored | 
         if not batch.forward_only:
             backward.append((name, _weighted(batch, outcome.slopes)))
     if backward:
-        pool.compute(backward)
+        run(backward)
     return found
 
 

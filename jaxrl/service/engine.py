@@ -15,15 +15,16 @@ from typing import Any
 
 from tinker import types
 
-from jaxrl.service import answers, files
+from jaxrl.service import answers
 from jaxrl.service.checkpoints import Checkpoints
 from jaxrl.service.computing import compute, find_graph, prepare_again
+from jaxrl.service.devices import Devices
 from jaxrl.service.files import Files
 from jaxrl.service.history import History
-from jaxrl.service.pool import Base, Kind, Pool
+from jaxrl.service.pool import Kind
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
-from jaxrl.service.sampling import BASE, Answer, Request, Samplers
+from jaxrl.service.sampling import BASE, Answer, Request
 from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store
 from jaxrl.service.wire import RefusedError
@@ -43,12 +44,10 @@ class Engine:
 
     def __init__(
         self,
-        base: Base,
+        devices: Devices,
         *,
         store: Store,
         files: Files,
-        samplers: Callable[[Callable[[str], Any]], Samplers],
-        microbatch_tokens: int,
         max_batch: int,
         slots: int,
         snapshot_seconds: float,
@@ -56,26 +55,24 @@ class Engine:
         """Makes an engine and queues what an earlier one had accepted.
 
         Args:
-          base: the model.
+          devices: the model and its samplers, without tenants.
           store: sessions, models, requests and checkpoints.
           files: snapshots and checkpoints.
-          samplers: makes the sampler, given a function that reads weights by their path.
-          microbatch_tokens: the largest batch of a forward and backward pass, padding included.
           max_batch: samples drawn at once.
           slots: the most tenants with adapters on the devices; one with all parameters.
           snapshot_seconds: a model is written to disk after the first optimizer step that is this
             much later than the last time.
         """
-        self.base, self.store, self.files = base, store, files
-        self.checkpoints = Checkpoints(store, files)
-        config, find = base.model.config, functools.partial(find_graph, store)
+        self.base, self.store, self.files = devices.base, store, files
+        self._devices = devices
+        self.checkpoints = Checkpoints(store, files, devices)
+        config, find = self.base.model.config, functools.partial(find_graph, store)
         self.limits = Limits(config.vocab_size, config.max_positions, find)
-        self._tokens, self._most, self._slots = microbatch_tokens, max_batch, slots
+        self._most, self._slots = max_batch, slots
         self._snapshots = Snapshots(store, files, seconds=snapshot_seconds)
-        self._pools, self._kinds = dict[Kind, Pool](), dict[str, Kind]()
+        self._kinds = dict[str, Kind]()
         self._used = dict[str, int]()  # order of use
         self._done = dict[str, int]()  # the last request that a model in a slot includes
-        self._samplers = samplers(self._read_weights)
         self.queue, self.history = Queue(kind_of=self._together, models=slots), History()
         self._lock, self._listeners = threading.Lock(), dict[str, list[Callable[[], Any]]]()
         self._drawing: dict[str, Future[Answer]] = {}
@@ -89,9 +86,8 @@ class Engine:
         """Ends the thread after what it is doing, and writes all models to disk."""
         self.queue.close()
         self._thread.join()
-        for pool in self._pools.values():
-            for name in pool.tenants:
-                self._snapshot(name, pool)
+        for name, kind in self._devices.tenants():
+            self._snapshot(name, kind)
         self._snapshots.close()
 
     def kind(self, model: str) -> Kind:
@@ -215,7 +211,7 @@ class Engine:
         except Exception as error:
             if works[0].kind in TRAINING and not isinstance(error, RefusedError):
                 # Buffers may be lost and gradients half added: all models come back from disk.
-                self._pools.clear()
+                self._devices.clear()
                 self._done.clear()
             if len(works) == 1:
                 self.fail(works[0], error)
@@ -226,13 +222,16 @@ class Engine:
                     self._guarded(do, [work])
 
     def _sample(self, works: Sequence[Work]) -> None:
-        ready = list[Work]()
+        ready, samplers = list[Work](), self._devices.samplers
         for work in works:
             try:
                 ready.append(work._replace(payload=self._present(work.payload)))
             except RefusedError as error:
                 self.fail(work, error)
-        for place, answer in self._samplers.answers([work.payload for work in ready]):
+        requests = [work.payload for work in ready]
+        missing = {one.weights for one in requests if not samplers.keeps(one.weights)}
+        saved = {path: self.checkpoints.saved(path) for path in missing}
+        for place, answer in samplers.answers(requests, saved):
             work = ready[place]
             if waiting := self._drawing.pop(work.id, None):
                 waiting.set_result(answer)
@@ -249,8 +248,8 @@ class Engine:
             return request
         kind = self.kind(model)
         self._resident(model, kind, keep=set())
-        pool, name = self._pools[kind], f"{model}@{self._done[model]}"
-        self._samplers.keep(name, files.served(pool, pool.weights(model)))
+        name = f"{model}@{self._done[model]}"
+        self._devices.keep(kind, model, name)
         return request._replace(weights=name, whole=name if self._served_whole(kind) else "")
 
     def _served_whole(self, kind: Kind) -> bool:
@@ -261,15 +260,16 @@ class Engine:
         for model in dict.fromkeys(work.target for work in works):
             self._resident(model, kind, keep={work.target for work in works})
         if works[0].kind == "compute":
-            self._compute(works, self._pools[kind])
+            self._compute(works, kind)
         else:
-            self._single(works[0], self._pools[kind])
+            self._single(works[0], kind)
         for work in works:
             self._done[work.target] = max(work.seq, self._done.get(work.target, -1))
             self.store.update("models", work.target, used=time.time())
 
-    def _compute(self, works: Sequence[Work], pool: Pool) -> None:
-        scored = compute(pool, [(work.target, work.payload) for work in works])
+    def _compute(self, works: Sequence[Work], kind: Kind) -> None:
+        run = functools.partial(self._devices.compute, kind)
+        scored = compute(run, [(work.target, work.payload) for work in works])
         for work, one in zip(works, scored, strict=True):
             if isinstance(one, RefusedError):
                 self.fail(work, one)
@@ -279,44 +279,44 @@ class Engine:
             if not batch.forward_only:
                 self.history.computed(work.target, batch, metrics=metrics)
 
-    def _single(self, work: Work, pool: Pool) -> None:
+    def _single(self, work: Work, kind: Kind) -> None:
         do = {
-            "create": lambda work, pool: types.CreateModelResponse(model_id=work.target),
+            "create": lambda work, kind: types.CreateModelResponse(model_id=work.target),
             "load": self._load,
             "step": self._step,
             "save": self._save,
             "external": self._save,
             "publish": self._publish,
         }
-        found: Any = do[work.kind](work, pool)
+        found: Any = do[work.kind](work, kind)
         self.finish(work.id, answers.encode(found))
         if work.kind == "step":
             self.history.stepped(work.target, found.metrics)
         if work.kind == "load" or (work.kind == "step" and self._snapshots.due(work.target)):
             self._done[work.target] = work.seq
-            self._snapshot(work.target, pool)
+            self._snapshot(work.target, kind)
         if work.kind == "load":  # before its checkpoint can be deleted
             self._snapshots.settle(work.target)
 
-    def _step(self, work: Work, pool: Pool) -> Any:
-        return types.OptimStepResponse(metrics=pool.step(work.target, work.payload))
+    def _step(self, work: Work, kind: Kind) -> Any:
+        found = self._devices.step(kind, work.target, work.payload)
+        return types.OptimStepResponse(metrics=found)
 
-    def _load(self, work: Work, pool: Pool) -> Any:
+    def _load(self, work: Work, kind: Kind) -> Any:
         request: types.LoadWeightsRequest = work.payload
-        self.checkpoints.find(request.path)
-        tenant = self.files.read_state(request.path, pool, optimizer=request.optimizer)
-        pool.write(work.target, tenant)
+        saved = self.checkpoints.saved(request.path)
+        self._devices.load(kind, work.target, saved, optimizer=request.optimizer)
         return types.LoadWeightsResponse(
             path=request.path, model_id=work.target, type="load_weights"
         )
 
-    def _save(self, work: Work, pool: Pool) -> Any:
-        path = self.checkpoints.save(work, pool)
+    def _save(self, work: Work, kind: Kind) -> Any:
+        path = self.checkpoints.save(work, kind)
         if work.kind == "external":
             return answers.Exported(path=path, type="save_weights_external")
         return types.SaveWeightsResponse(path=path, type="save_weights")
 
-    def _publish(self, work: Work, pool: Pool) -> Any:
+    def _publish(self, work: Work, trained: Kind) -> Any:
         request: types.SaveWeightsForSamplerRequest = work.payload
         # A client's own name begins with no dot.
         hidden = request.path is None
@@ -327,10 +327,8 @@ class Engine:
         ttl = request.ttl_seconds or (_HIDDEN_SECONDS if hidden else None)
         if not hidden:  # sampling clients keep the weights that they were made with
             self.checkpoints.check_new(path, work, advice="choose another name, or delete it")
-        self.checkpoints.write(work, pool, path, kind, ttl=ttl)
-        self._samplers.keep(
-            self.checkpoints.lasting(path), files.served(pool, pool.weights(work.target))
-        )
+        self.checkpoints.write(work, trained, path, kind, ttl=ttl)
+        self._devices.keep(trained, work.target, self.checkpoints.lasting(path))
         sampler = None
         if hidden:
             session = work.target.split(":train:")[0]
@@ -340,39 +338,27 @@ class Engine:
             self.store.insert("samplers", id=sampler, next_clone=1, **values)
         return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
 
-    def _read_weights(self, path: str) -> Any:
-        row = self.checkpoints.find(path)
-        kind = Kind(row["rank"], row["attention"], row["mlp"])
-        return self.files.read_weights(path, self._pool(kind))
-
-    def _pool(self, kind: Kind) -> Pool:
-        if kind not in self._pools:
-            self._pools[kind] = Pool(self.base, kind, tokens=self._tokens)
-        return self._pools[kind]
-
     def _resident(self, model: str, kind: Kind, *, keep: set[str]) -> None:
         """Brings a model to a slot, and writes others to disk if there are too many."""
         self._used[model] = max(self._used.values(), default=0) + 1
-        pool = self._pool(kind)
-        if model in pool.tenants:
+        held = self._devices.tenants()
+        if (model, kind) in held:
             return
-        several = [p for p in self._pools.values() if bool(p.kind.rank) == bool(kind.rank)]
-        held = [(self._used[name], name, p) for p in several for name in p.tenants]
+        several = [one for one in held if bool(one[1].rank) == bool(kind.rank)]
         most = self._slots if kind.rank else 1
-        others = sorted((one for one in held if one[1] not in keep), key=lambda one: one[0])
-        for _, name, of in others[: max(0, len(held) + 1 - most)]:
+        others = sorted((x for x in several if x[0] not in keep), key=lambda x: self._used[x[0]])
+        for name, of in others[: max(0, len(several) + 1 - most)]:
             self._snapshot(name, of)
-            of.remove(name)
-        fresh = pool.fresh(json.loads(self.store.model(model)["content"])["seed"])
-        tenant, seq = self._snapshots.read(model, like=fresh)
-        pool.add(model, tenant)
+            self._devices.remove(of, name)
+        seed = json.loads(self.store.model(model)["content"])["seed"]
+        seq = self._devices.add(kind, model, seed=seed, snapshot=self._snapshots.last(model))
         try:
-            self._replay(model, pool, after=seq)
+            self._replay(model, kind, after=seq)
         except BaseException:  # half of the requests are no state to go on from
-            pool.remove(model)
+            self._devices.remove(kind, model)
             raise
 
-    def _replay(self, model: str, pool: Pool, *, after: int) -> None:
+    def _replay(self, model: str, kind: Kind, *, after: int) -> None:
         """Computes finished requests again that a snapshot does not include."""
         self._done[model] = after
         rows = self.store.all(
@@ -386,12 +372,12 @@ class Engine:
                 work = Work(row["id"], row["kind"], model, row["seq"], payload)
                 if row["kind"] == "compute":
                     if not payload.forward_only:
-                        compute(pool, [(model, payload)])
+                        compute(functools.partial(self._devices.compute, kind), [(model, payload)])
                 elif row["kind"] == "step":
-                    self._step(work, pool)
+                    self._step(work, kind)
                 else:
-                    self._load(work, pool)
+                    self._load(work, kind)
             self._done[model] = row["seq"]
 
-    def _snapshot(self, model: str, pool: Pool) -> None:
-        self._snapshots.write(model, pool.read(model), seq=self._done[model])
+    def _snapshot(self, model: str, kind: Kind) -> None:
+        self._snapshots.write(model, self._devices.read(kind, model), seq=self._done[model])

@@ -2,8 +2,9 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,10 +13,51 @@ from tinker.types import ParsedCheckpointTinkerPath
 from jaxrl import huggingface
 from jaxrl.core import cast
 from jaxrl.models import lora
-from jaxrl.service.pool import ALPHA, Pool, Tenant
+from jaxrl.service.pool import ALPHA, Kind, Pool, Tenant
 from jaxrl.sharding import place
 
 _STATE = "state.npz"
+_PATIENCE = 60.0  # seconds: a network file system may show what was there before
+
+
+class Stamp(NamedTuple):
+    """The version of a file, or of the files of a directory.
+
+    Attributes:
+      files: name, bytes and time of change of each.
+    """
+
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, path: Path) -> "Stamp":
+        """Looks at a path, which must exist."""
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = ((file.name, file.stat()) for file in files)
+        return cls(tuple((name, one.st_size, one.st_mtime_ns) for name, one in found))
+
+    def wait(self, path: Path) -> None:
+        """Waits until this host sees the version that process 0 has seen.
+
+        Raises:
+          OSError: if it does not.
+        """
+        until = time.monotonic() + _PATIENCE
+        while not path.exists() or Stamp.of(path) != self:
+            if time.monotonic() > until:
+                raise OSError(
+                    f"{path} is not what process 0 has there; state_dir must be one directory that "
+                    "all hosts share"
+                )
+            time.sleep(0.1)
+
+
+class Saved(NamedTuple):
+    """A checkpoint: its tinker path, what it trained, and its files."""
+
+    path: str
+    kind: Kind
+    stamp: Stamp
 
 
 class Files:

@@ -28,7 +28,7 @@ from jaxrl.service.losses import find
 from jaxrl.service.rows import parts
 from jaxrl.service.target_logprobs import target_logprobs
 from jaxrl.service.wire import Batch
-from jaxrl.sharding import Layout, place
+from jaxrl.sharding import Layout, fetch, place
 
 
 class Base(NamedTuple):
@@ -121,7 +121,8 @@ class Pool:
 
     def fresh(self, seed: int) -> Tenant:
         """Makes the state of a new tenant: random A and zero B, or the base's own weights."""
-        return self.holding(self._start(seed))
+        started = self._start(seed)
+        return self.holding(started) if self.kind.rank else self._holding(started)
 
     def holding(self, trained: Params) -> Tenant:
         """Makes a state with these parameters, before the first step."""
@@ -170,7 +171,7 @@ class Pool:
         `settings` are learning_rate, beta1, beta2, eps, weight_decay and grad_clip_norm (0: none),
         as in `tinker.AdamParams`. Non-finite gradients change the loss scale only.
         """
-        numbers = {key: jnp.float32(settings[key]) for key in _SOME}
+        numbers = {key: np.float32(settings[key]) for key in _SOME}
         tenant, metrics = self._program("step", _step)(self.read(name), numbers)
         self.write(name, tenant)
         return to_floats(metrics)
@@ -218,7 +219,7 @@ class Pool:
                 # With fixed sums learner and sampler compute alike.
                 fixed = self.base.precision.sums == "fixed"
                 results.append(logprobs if fixed else shadow(self.base.params, mine[0], arrays))
-            results = jax.device_get(results)
+            results = fetch(results)
             for one in part.places:
                 size = len(data[one.request][one.index].tokens)
                 at = (one.tenant, one.row, slice(one.begin, one.begin + size))
@@ -231,11 +232,15 @@ class Pool:
             bound = functools.partial(
                 function, pool=_Static(self.base.model, self.base.precision, bool(self.kind.rank))
             )
-            options: dict[str, Any] = {"out_shardings": (self._stacked.state.params, None, None)}
+            every = self.base.layout.replicated  # what each process reads
+            gradients = self._stacked.state.params
+            options: dict[str, Any] = {"out_shardings": (gradients, every, every)}
             if key == "step":
-                options = {"out_shardings": (self._shardings, None), "donate_argnums": 0}
-            elif key == "shadow" or key[1]:  # forward_only
-                options = {}
+                options = {"out_shardings": (self._shardings, every), "donate_argnums": 0}
+            elif key == "shadow":
+                options = {"out_shardings": every}
+            elif key[1]:  # forward_only
+                options = {"out_shardings": (None, every, every)}
             self._programs[key] = jit(bound, sums=self.base.precision.sums, **options)
         return self._programs[key]
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,8 +12,11 @@ import numpy as np
 from jaxrl.data import Tokenizer
 from jaxrl.models import Params, lora
 from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
+from jaxrl.service.files import Saved
 from jaxrl.service.pool import Base
+from jaxrl.service.processes import Processes, everywhere
 from jaxrl.service.scoring import Asked, Scorer, Scores, Top
+from jaxrl.service.stacks import to_host
 from jaxrl.sharding import Layout
 
 BASE = ""
@@ -79,7 +83,14 @@ class Answer(NamedTuple):
 
 
 class Backend(Protocol):
-    """A sampler that serves weights with all parameters, and adapters beside the base's."""
+    """A sampler that serves weights with all parameters, and adapters beside the base's.
+
+    Attributes:
+      remote: True if it samples elsewhere than on the service's devices. Process 0 alone then has
+        it, and `load` takes weights from the host.
+    """
+
+    remote: bool
 
     def load(self, weights: Any) -> None:
         """Serves these weights from now on."""
@@ -95,6 +106,8 @@ class Backend(Protocol):
 
 class Embedded:
     """The embedded sampler as a `Backend`."""
+
+    remote = False
 
     def __init__(self, base: Base, *, max_batch: int, layout: Layout | None = None) -> None:
         """Makes the sampler: `max_batch` samples at once, on the devices of `layout`, if there are
@@ -116,6 +129,22 @@ class Embedded:
         yield from self.sampler.sample_own(turns, list(adapters.values()))
 
 
+class Elsewhere:
+    """The `Backend` of processes other than 0, if process 0 has servers."""
+
+    remote = True
+
+    def load(self, weights: Any) -> None:
+        """Raises RuntimeError."""
+        raise RuntimeError("only process 0 talks to the servers")
+
+    def draw(
+        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
+    ) -> Iterator[tuple[int, Completion]]:
+        """Raises RuntimeError."""
+        raise RuntimeError("only process 0 samples from the servers")
+
+
 class Samplers:
     """Weights and the sampler that serves them. A batch mixes adapters of one base, and settings of
     any kind; weights with all parameters have a batch of their own."""
@@ -126,8 +155,9 @@ class Samplers:
         *,
         tokenizer: Tokenizer,
         end_ids: Sequence[int],
-        load: Callable[[str], Any],
+        load: Callable[[Saved], Any],
         backend: Backend,
+        processes: Processes | None = None,
     ) -> None:
         """Serves the base.
 
@@ -135,15 +165,20 @@ class Samplers:
           base: the model.
           tokenizer: the model's, for texts that end a sample.
           end_ids: tokens that end a sample if the request names none.
-          load: name -> weights, `lora.Adapted` or plain, in `precision.wire`.
+          load: reads weights, `lora.Adapted` or plain, in `precision.wire`.
           backend: draws the samples; it has the base's weights.
+          processes: those of the service; by default this one.
         """
         self._base, self._tokenizer, self._end_ids = base, tokenizer, tuple(end_ids)
         self._load, self._loaded, self._whole = load, OrderedDict[str, Any](), ""
         self._texts = functools.lru_cache(maxsize=64)(functools.partial(StopTexts, tokenizer))
-        self._backend = backend
+        self._backend, self.processes = backend, processes or Processes()
         self._serving: Any = base.params
         self._scorer = Scorer(base)
+
+    def keeps(self, name: str) -> bool:
+        """Tells whether weights are on the devices."""
+        return name == BASE or name in self._loaded
 
     def keep(self, name: str, weights: Any) -> None:
         """Keeps weights on the devices, so that the next request need not load them."""
@@ -157,67 +192,98 @@ class Samplers:
         for old in several[: max(0, len(several) - _KEPT)]:
             del self._loaded[old]
 
-    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+    def answers(
+        self, requests: Sequence[Request], saved: Mapping[str, Saved] = MappingProxyType({})
+    ) -> Iterator[tuple[int, Answer]]:
         """Answers requests that may be in one batch, see `Request.whole`; yields the place of each
-        with its answer, as soon as it has all its samples."""
+        with its answer, as soon as it has all its samples. `saved` has the weights that are not
+        kept."""
         if not requests:
             return
         whole = requests[0].whole
-        names = [one.weights for one in requests]
-        adapters = {name: self._weights(name) for name in names if name != BASE and not whole}
-        served = self._weights(names[0]) if whole else self._base.params
-        if served is not self._serving:
-            self._backend.load(served)
-            self._serving = served
-        place_of = {name: place for place, name in enumerate(adapters)}
+        names = [*dict.fromkeys(one.weights for one in requests if one.weights != BASE)]
+        self._bring(names, {name: saved[name] for name in names if not self.keeps(name)})
+        adapters = [] if whole else names
         owners, turns = list[int](), list[OwnTurn]()
         for place, one in enumerate(requests):
-            params, mine = self._params(one), place_of.get(one.weights)
+            params = self._params(one)
+            mine = adapters.index(one.weights) if one.weights in adapters else None
             for sample in range(one.count):
                 turn = Turn(one.prompt, _index(one.seed), sample, one.max_tokens)
                 turns.append(OwnTurn(turn, params, mine))
                 owners.append(place)
         found: list[list[Completion]] = [[] for _ in requests]
-        for number, completion in self._draw(turns, adapters):
+        draw = self._draw if self._backend.remote else self._draw_everywhere
+        for number, completion in draw(turns, adapters, whole):
             place = owners[number]
             one, samples = requests[place], found[place]
             samples.append(completion)
             if len(samples) < one.count:
                 continue
-            weights = served
-            if one.weights in adapters:
-                weights = lora.declared(lora.Adapted(adapters[one.weights], served, 1.0))
             samples.sort(key=lambda c: c.sample_index)
-            yield place, self._answer(one, samples, weights)
+            yield place, self._answer(one, samples)
 
-    def _draw(self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]) -> Any:
+    @everywhere
+    def _bring(self, names: Sequence[str], missing: Mapping[str, Saved]) -> None:
+        """Brings weights to the devices; those with these names are not removed for it."""
+        for name in names:
+            if name not in missing:
+                self._loaded.move_to_end(name)
+        for name, saved in missing.items():
+            self.keep(name, self._load(saved))
+
+    @everywhere
+    def _draw_everywhere(
+        self, turns: Sequence[OwnTurn], adapters: Sequence[str], whole: str
+    ) -> Iterator[tuple[int, Completion]]:
+        return self._draw(turns, adapters, whole)
+
+    def _draw(
+        self, turns: Sequence[OwnTurn], adapters: Sequence[str], whole: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """Draws from adapters beside the base, or from weights with all parameters, `whole`."""
+        served = self._served(whole)
         try:
-            yield from self._backend.draw(turns, adapters)
+            if served is not self._serving:
+                self._backend.load(self._on_host(whole) if self._backend.remote else served)
+                self._serving = served
+            yield from self._backend.draw(turns, {name: self._loaded[name] for name in adapters})
         except Exception:
             self._serving = None  # a server may have restarted
             raise
 
-    def _answer(self, one: Request, samples: Sequence[Completion], weights: Any) -> Answer:
+    @everywhere
+    def _on_host(self, whole: str) -> Any:
+        """Returns weights with all parameters; with several processes on the host of process 0."""
+        served, processes = self._served(whole), self.processes
+        return to_host(served, keep=processes.hosts.leads) if processes.several else served
+
+    @everywhere
+    def _score(self, name: str, whole: str, tokens: np.ndarray, asked: Asked) -> Scores:
+        weights = self._served(whole)
+        if not whole and name != BASE:
+            weights = lora.declared(lora.Adapted(self._loaded[name], weights, 1.0))
+        return self._scorer.score(weights, tokens, asked)
+
+    def _served(self, whole: str) -> Any:
+        """Returns the weights that adapters are beside, the base's or those named `whole`."""
+        return self._loaded[whole] if whole else self._base.params
+
+    def _answer(self, one: Request, samples: Sequence[Completion]) -> Answer:
         """Adds the scores that a request asks for."""
+        score = functools.partial(self._score, one.weights, one.whole)
         scores, top = None, list[Top]()
         if one.prompt_logprobs or one.asked.wanted:
-            scores = self._scorer.score(weights, one.prompt, one.asked)
+            scores = score(one.prompt, one.asked)
             if one.last is not None:
                 scores = scores.of_last(one.last)
         for sample in samples if one.top else ():
             whole = np.concatenate([one.prompt, sample.tokens])
-            found = self._scorer.score(weights, whole, Asked(one.top)).top
+            found = score(whole, Asked(one.top)).top
             assert found is not None
             ids, values = found
             top.append((ids[len(one.prompt) :], values[len(one.prompt) :]))
         return Answer(samples, scores, top, one.weights)
-
-    def _weights(self, name: str) -> Any:
-        """Returns weights with all parameters, or adapters with their scale folded in."""
-        if name not in self._loaded:
-            self.keep(name, self._load(name))
-        self._loaded.move_to_end(name)
-        return self._loaded[name]
 
     def _params(self, request: Request) -> SamplingParams:
         stop, texts = request.stop, None

@@ -77,6 +77,7 @@ class Scorer:
             functools.partial(_score, model=base.model, precision=base.precision),
             sums=base.precision.sums,
             static_argnames=("top", "draws"),
+            out_shardings=base.layout.replicated,
         )
 
     def score(self, weights: Any, tokens: np.ndarray, asked: Asked) -> Scores:

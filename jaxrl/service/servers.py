@@ -20,6 +20,8 @@ _LOADED = 32  # adapters that the servers have; more than a batch names
 class Servers:
     """vLLM servers on this machine, which sample for one service."""
 
+    remote = True
+
     def __init__(
         self,
         base: Base,

@@ -17,18 +17,22 @@ from jaxrl.builders.model import load_model
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.config.tinker import TinkerConfig
+from jaxrl.core import Hosts
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Wanted
 from jaxrl.service.app import Service, application
+from jaxrl.service.devices import Devices
 from jaxrl.service.downloads import download_routes
 from jaxrl.service.engine import Engine
-from jaxrl.service.files import Files
+from jaxrl.service.files import Files, Saved
 from jaxrl.service.gateway import Gateway
 from jaxrl.service.listing import listing_routes
 from jaxrl.service.live import Page, live_routes
 from jaxrl.service.pool import Base
-from jaxrl.service.sampling import Backend, Embedded, Samplers
+from jaxrl.service.processes import Processes
+from jaxrl.service.sampling import Backend, Elsewhere, Embedded, Samplers
 from jaxrl.service.servers import Servers
+from jaxrl.service.stacks import to_host
 from jaxrl.service.state import Store
 
 _STARTED_RANK = 64  # the largest of adapters on a server that the service starts
@@ -71,30 +75,17 @@ def open_service(
     Raises:
       RuntimeError: after the block, if requests could not be answered any more.
     """
-    checkpoint, precision = Checkpoint(model_dir), settings.precision
-    prepare_devices(settings.mesh, SamplerConfig())
-    layout = make_layout(settings.mesh, precision=precision)
-    platform = layout.mesh.devices.flat[0].platform
-    model, params = load_model(
-        checkpoint,
-        layout=layout,
-        dtype=precision.wire,
-        remat=settings.remat,
-        attention=kernel_for_tenants(settings.attention, platform=platform),
-    )
-    base = Base(model, params, precision, layout)
     with ExitStack() as closing:
         store = Store(directory / "state.sqlite")
         closing.callback(store.close)
         files = Files(directory, base_name=name)
-        opened = _backend(settings, base, checkpoint, directory=directory, files=files)
-        backend = closing.enter_context(opened)
+        opened = _devices(settings, model_dir, directory=directory, files=files)
+        devices, checkpoint = closing.enter_context(opened)
+        closing.enter_context(devices.processes.leading())
         engine = Engine(
-            base,
+            devices,
             store=store,
             files=files,
-            samplers=functools.partial(_samplers, base, checkpoint, backend),
-            microbatch_tokens=settings.microbatch_tokens,
             max_batch=settings.max_batch,
             slots=settings.slots,
             snapshot_seconds=settings.snapshot_seconds,
@@ -113,24 +104,77 @@ def open_service(
             )
 
 
-def _samplers(
-    base: Base, checkpoint: Checkpoint, backend: Backend, load: Callable[[str], Any]
-) -> Samplers:
-    return Samplers(
-        base, tokenizer=checkpoint.tokenizer, end_ids=checkpoint.end_ids, load=load, backend=backend
+def follow_service(
+    settings: TinkerConfig, model_dir: str | Path, *, name: str, directory: Path
+) -> None:
+    """Does the work of a process other than 0 until process 0 ends, see `open_service`.
+
+    Raises:
+      RuntimeError: if process 0 failed.
+    """
+    files = Files(directory, base_name=name)
+    with _devices(settings, model_dir, directory=directory, files=files) as (devices, _):
+        devices.processes.follow(devices, devices.samplers)
+
+
+@contextmanager
+def _devices(
+    settings: TinkerConfig, model_dir: str | Path, *, directory: Path, files: Files
+) -> Iterator[tuple[Devices, Checkpoint]]:
+    """Loads the model and opens its sampler; all processes must call it."""
+    checkpoint, precision = Checkpoint(model_dir), settings.precision
+    prepare_devices(settings.mesh, SamplerConfig())
+    layout = make_layout(settings.mesh, precision=precision)
+    platform = layout.mesh.devices.flat[0].platform
+    model, params = load_model(
+        checkpoint,
+        layout=layout,
+        dtype=precision.wire,
+        remat=settings.remat,
+        attention=kernel_for_tenants(settings.attention, platform=platform),
     )
+    base, processes = Base(model, params, precision, layout), Processes()
+
+    def samplers(load: Callable[[Saved], Any]) -> Samplers:
+        return Samplers(
+            base,
+            tokenizer=checkpoint.tokenizer,
+            end_ids=checkpoint.end_ids,
+            load=load,
+            backend=backend,
+            processes=processes,
+        )
+
+    with _backend(settings, base, checkpoint, directory=directory, files=files) as backend:
+        yield (
+            Devices(
+                base,
+                files=files,
+                samplers=samplers,
+                microbatch_tokens=settings.microbatch_tokens,
+                processes=processes,
+            ),
+            checkpoint,
+        )
 
 
 @contextmanager
 def _backend(
     settings: TinkerConfig, base: Base, checkpoint: Checkpoint, *, directory: Path, files: Files
 ) -> Iterator[Backend]:
-    """Opens the sampler that the config names, with the base's weights."""
+    """Opens the sampler that the config names, with the base's weights. Process 0 alone has one on
+    servers."""
     if settings.sampler == "embedded":
         own, sums = None, base.precision.sums
         if base.layout.mesh.size > 1:
             own = sampler_layout(SamplerConfig(), base.layout, base.model, sums=sums)
         yield Embedded(base, max_batch=settings.max_batch, layout=own)
+        return
+    weights, leads = base.params, Hosts().leads
+    if Hosts().count > 1:
+        weights = to_host(weights, keep=leads)
+    if not leads:
+        yield Elsewhere()
         return
     with ExitStack() as closing:
         urls, key = settings.sampler.split(","), known_key()
@@ -150,5 +194,5 @@ def _backend(
         learner = new_learner(f"{directory.resolve()} on {socket.gethostname()}")
         servers = Servers(base, urls, key=key, learner=learner, directory=files.checkpoint)
         closing.callback(servers.close)
-        servers.load(base.params)
+        servers.load(weights)
         yield servers

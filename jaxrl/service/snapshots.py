@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
-from jaxrl.service.files import Files, read_tenant, write_tenant
+from jaxrl.service.files import Files, Stamp, write_tenant
 from jaxrl.service.pool import Tenant
 from jaxrl.service.state import Store
 
@@ -35,12 +35,11 @@ class Snapshots:
         held = jax.device_get(tenant)
         self._written[model] = self._thread.submit(self._write, model, held, seq)
 
-    def read(self, model: str, *, like: Tenant) -> tuple[Tenant, int]:
-        """Returns a model's last snapshot and `seq`; without any, `like` and -1. `like` has the
-        shapes and dtypes."""
+    def last(self, model: str) -> Stamp | None:
+        """Returns the version of a model's last snapshot, once it is on disk; None without any."""
         self.settle(model)
         file = self._files.snapshot(model)
-        return read_tenant(file, like=like) if file.exists() else (like, -1)
+        return Stamp.of(file) if file.exists() else None
 
     def settle(self, model: str) -> None:
         """Waits until a model's snapshot is on disk."""

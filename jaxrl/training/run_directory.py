@@ -84,7 +84,7 @@ def lock(directory: Path, hosts: Hosts) -> Iterator[None]:
 
         hosts.on_leader(acquire)
         try:
-            _check_shared(directory, hosts)
+            check_shared(directory, hosts, key="run_dir")
             yield
         finally:
             if hosts.leads:
@@ -116,7 +116,12 @@ def _open_locked(directory: Path) -> int:
     return descriptor
 
 
-def _check_shared(directory: Path, hosts: Hosts) -> None:
+def check_shared(directory: Path, hosts: Hosts, *, key: str) -> None:
+    """Checks that all processes see the same directory; all must call it.
+
+    Raises:
+      ValueError: on every process, if they do not. It names `key`.
+    """
     if hosts.count == 1:
         return
     # A fresh name, since a file system may cache that a file does not exist.
@@ -126,7 +131,7 @@ def _check_shared(directory: Path, hosts: Hosts) -> None:
     hosts.on_leader(token.unlink)
     if blind:
         raise ValueError(
-            f"run_dir = {str(directory)!r} is not the same directory on all hosts: process {blind} "
+            f"{key} = {str(directory)!r} is not the same directory on all hosts: process {blind} "
             "does not see files of process 0 there; use shared storage"
         )
 

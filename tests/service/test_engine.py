@@ -13,6 +13,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 
 from jaxrl.core import Precision, cast
+from jaxrl.service.devices import Devices
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Pool
@@ -72,12 +73,12 @@ def started(store: Store, directory, *, slots: int = 4) -> Engine:
             store.accept(f"{model}:{seq}", body=body_of(kind, model), **given)
     one = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
     precision = Precision.of("fp32")
+    base = Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one)
+    files = Files(directory, base_name="tiny")
     return Engine(
-        Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
+        Devices(base, files=files, samplers=lambda load: None, microbatch_tokens=1024),
         store=store,
-        files=Files(directory, base_name="tiny"),
-        samplers=lambda load: None,
-        microbatch_tokens=1024,
+        files=files,
         max_batch=8,
         slots=slots,
         snapshot_seconds=1000,
@@ -160,10 +161,10 @@ def test_a_replay_that_fails_is_begun_again(tmp_path, monkeypatch) -> None:
     kind = engine.kind("a")
 
     def weights() -> list:
-        return jax.device_get(jax.tree.leaves(engine._pools[kind].weights("a")))
+        return jax.device_get(jax.tree.leaves(engine._devices.pool(kind).weights("a")))
 
     expected = weights()
-    engine._pools.clear()  # as after a failure; the engine's thread waits
+    engine._devices.clear()  # as after a failure; the engine's thread waits
     engine._done.clear()
     step = Pool.step
 

@@ -1,13 +1,14 @@
 """Tenants in one batch: each one's losses, gradients and weights are those of training alone."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from jaxrl.core import Precision, cast
 from jaxrl.models import decoder, lora
-from jaxrl.service import answers
+from jaxrl.service import answers, stacks
 from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
 from jaxrl.service.sampling import Embedded, Request, Samplers
@@ -204,6 +205,13 @@ def test_a_state_on_disk_is_the_state(base, tmp_path):
     found, seq = read_tenant(tmp_path / "a.npz", like=pool.fresh(1))
     assert seq == 7
     trees_close(found, tenant, within=0)
+
+
+def test_large_arrays_are_fetched_in_parts(monkeypatch):
+    monkeypatch.setattr(stacks, "_LARGE", 32)
+    tree = {"large": jnp.arange(24.0).reshape(4, 3, 2), "small": jnp.arange(4.0)}
+    trees_close(stacks.to_host(tree, keep=True), tree, within=0)
+    assert stacks.to_host(tree, keep=False)["large"] is None
 
 
 @pytest.mark.parametrize("kind", [KIND, Kind(0)], ids=["adapters", "all"])

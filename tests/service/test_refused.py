@@ -13,6 +13,7 @@ from tinker import types
 from jaxrl.core import Precision, cast
 from jaxrl.service import app as app_module, engine as engine_module
 from jaxrl.service.app import application
+from jaxrl.service.devices import Devices
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.listing import listing_routes
@@ -78,12 +79,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     directory, precision = tmp_path_factory.mktemp("refused"), Precision.of("fp32")
     one = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
     store = Store(directory / "state.sqlite")
+    base = Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one)
+    files = Files(directory, base_name="tiny")
     engine = Engine(
-        Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one),
+        Devices(base, files=files, samplers=lambda load: Kept(), microbatch_tokens=1024),
         store=store,
-        files=Files(directory, base_name="tiny"),
-        samplers=lambda load: Kept(),
-        microbatch_tokens=1024,
+        files=files,
         max_batch=8,
         slots=4,
         snapshot_seconds=1000,

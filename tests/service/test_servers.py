@@ -58,9 +58,11 @@ def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path, blocks):
             Base(MODEL, base, precision, layout),
             tokenizer=Checkpoint(tmp_path / "model").tokenizer,
             end_ids=(1,),
-            load=weights.__getitem__,
+            load=None,
             backend=backend,
         )
+        for name in (*ADAPTERS, "all"):
+            samplers.keep(name, weights[name])
         prompt = np.arange(3, 9, dtype=np.int32)
         asked = [
             Request(name, prompt, 2, 6, 0.0, 1.0, -1, (), seed, whole=whole)
