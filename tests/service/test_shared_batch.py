@@ -12,7 +12,8 @@ from jaxrl.huggingface import Checkpoint
 from jaxrl.models import abstract, decoder, lora
 from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
 from jaxrl.sampling.embedded import sampler as sampler_module
-from jaxrl.service.pool import ALPHA, Base
+from jaxrl.service.files import Saved, Stamp
+from jaxrl.service.pool import ALPHA, Base, Kind
 from jaxrl.service.sampling import BASE, Answer, Embedded, Request, Samplers
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
@@ -20,6 +21,7 @@ from tests import tiny
 ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
 # Ranks and adapted matrices differ.
 KINDS = {"a": (4, ("q_proj", "up_proj")), "b": (16, ("*_proj",)), "c": (1, ("v_proj", "down_proj"))}
+SAVED = {name: Saved(name, Kind(rank), Stamp(())) for name, (rank, _) in KINDS.items()}
 
 
 class Tenants:
@@ -32,7 +34,11 @@ class Tenants:
         shared = Base(self.model, self.base, self.policy, ONE)
         self.embedded = Embedded(shared, max_batch=64)
         self.samplers = Samplers(
-            shared, tokenizer=tokenizer, end_ids=(1,), load=self.weights.get, backend=self.embedded
+            shared,
+            tokenizer=tokenizer,
+            end_ids=(1,),
+            load=lambda saved: self.weights[saved.path],
+            backend=self.embedded,
         )
         for seed, (name, (rank, targets)) in enumerate(KINDS.items()):
             specs = lora.adapter_specs(self.model.specs, rank=rank, targets=targets)
@@ -54,7 +60,8 @@ class Tenants:
         for name in dict.fromkeys(names):
             places = [place for place, other in enumerate(names) if other == name]
             batch = [asked[place]._replace(whole=name) for place in places]
-            found |= {places[place]: answer for place, answer in self.samplers.answers(batch)}
+            answers = self.samplers.answers(batch, SAVED)
+            found |= {places[place]: answer for place, answer in answers}
         return [found[place] for place in range(len(asked))]
 
     def plain(self, one: Request, tokenizer) -> list[Completion]:
