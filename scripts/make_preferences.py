@@ -1,7 +1,7 @@
 """Makes preference pairs of worked additions, one right and one wrong, for the quickstart's model.
 
     python scripts/make_preferences.py runs/quickstart --seed 0
-    python scripts/make_preferences.py runs/quickstart --mistakes mistakes.jsonl
+    python scripts/make_preferences.py runs/quickstart --mistakes runs/quickstart/mistakes.jsonl
 
 Writes pairs.jsonl and pairs_held_out.jsonl next to the files of make_arithmetic.py. Wrong
 completions drop carries, like sft.jsonl, or add false ones, so that more carries are not simply

@@ -58,10 +58,15 @@ class SupervisedConfig(RunConfig):
     def microbatch_rows(self) -> int:
         """Rows of one forward and backward pass, over all data-parallel shards."""
         per_shard = self.train.microbatch_tokens // self.row_length
-        return per_shard * self.mesh.batch_shards(self.precision.sums)
+        return per_shard * self.mesh.batch_shards()
 
     def _contradictions(self) -> Iterator[str]:
         yield from self.optimizer.conflicts(self.precision, steps=self.train.steps)
+        if self.precision.sums == "fixed":
+            yield (
+                f"precision = {self.precision.text!r}: sums=fixed makes log-probs equal to those "
+                "of the embedded sampler, and a run on given texts has none; leave it out"
+            )
         if self.train.microbatch_tokens < self.train.row_length:
             yield (
                 f"train.microbatch_tokens = {self.train.microbatch_tokens} does not hold one row "

@@ -212,3 +212,5 @@ def test_contradictions():
     keys = [("model.path", "m"), ("data.path", "d"), ("train.row_length", "8192")]
     with pytest.raises(ConfigError, match=r"train\.microbatch_tokens = 4096 does not hold one row"):
         load(SFTConfig, overrides=keys)
+    with pytest.raises(ConfigError, match="sums=fixed makes log-probs equal to those of"):
+        load(SFTConfig, overrides=[*keys, ("precision", "fp32,sums=fixed")])
