@@ -6,6 +6,8 @@ itself, as one head of keys that are also values. It multiplies each query by it
 first, and the average of the narrow projection by the head's value matrix afterwards.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -92,10 +94,7 @@ def _for_narrow_keys(q: jax.Array, layer: Layer, *, context: LayerContext) -> ja
     def adapter(q: jax.Array, own: Layer) -> jax.Array:
         return matmul(by_head(q, "kv_up_b", own), own["kv_up_a"].T, precision=precision)
 
-    found = by_head(q, "kv_up", layer)
-    if "kv_up_a" in layer:
-        found = _sum(found, with_adapter(adapter, q, layer, "kv_up"), precision)
-    return found
+    return _adapted(by_head(q, "kv_up", layer), adapter, q, layer, precision=precision)
 
 
 def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> jax.Array:
@@ -112,10 +111,7 @@ def values_of_heads(out: jax.Array, layer: Layer, *, context: LayerContext) -> j
     def adapter(low: jax.Array, own: Layer) -> jax.Array:
         return by_head(matmul(low, own["kv_up_a"], precision=precision), "kv_up_b", own)
 
-    found = by_head(low, "kv_up", layer)
-    if "kv_up_a" in layer:
-        found = _sum(found, with_adapter(adapter, low, layer, "kv_up"), precision)
-    return found
+    return _adapted(by_head(low, "kv_up", layer), adapter, low, layer, precision=precision)
 
 
 def _of_heads(layer: Layer, name: str, *, context: LayerContext) -> jax.Array:
@@ -136,7 +132,17 @@ def _batched(x: jax.Array, matrix: jax.Array, *, context: LayerContext) -> jax.A
     return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
 
 
-def _sum(y: jax.Array, more: jax.Array, precision: Precision) -> jax.Array:
-    """Adds the result of an adapter, as `layers.project` does."""
+def _adapted(
+    y: jax.Array,
+    adapter: Callable[[jax.Array, Layer], jax.Array],
+    x: jax.Array,
+    layer: Layer,
+    *,
+    precision: Precision,
+) -> jax.Array:
+    """Adds what the adapter of "kv_up" makes of x, if the layer has one, as `layers.project`."""
+    if "kv_up_a" not in layer:
+        return y
     wide = precision.accumulate
-    return (y.astype(wide) + more.astype(wide)).astype(precision.activations)
+    more = with_adapter(adapter, x, layer, "kv_up").astype(wide)
+    return (y.astype(wide) + more).astype(precision.activations)
