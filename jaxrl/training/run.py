@@ -107,20 +107,13 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     checkpoints = _make_checkpoints(config)
     start = start and start._replace(here=inputs)
     state, progress = _restore(checkpoints, state, config=config, hosts=hosts, fork=start)
+    route = WeightRoute(
+        learning.model, state.policy.params, progress.step, config.precision, models.policy
+    )
     other = OTHER_HELD_OUT if progress.measure_on(held_out_digest(inputs)) else None
     with (
         _open_tracker(config, progress, hosts=hosts, layout=layout, fork=start) as tracker,
-        open_sampler(
-            config.sampler,
-            WeightRoute(
-                learning.model, state.policy.params, progress.step, config.precision, models.policy
-            ),
-            layout=layout,
-            needs=_sampler_needs(config, learning),
-            directory=directory,
-            note=tracker.note,
-            hosts=hosts,
-        ) as serving,
+        _open_sampler(config, route, learning=learning, note=tracker.note, hosts=hosts) as serving,
         closing(checkpoints),
         open_teacher(config, models, layout=layout, hosts=hosts)
         if teaches
@@ -259,6 +252,25 @@ def _restore(
     made = hosts.on_leader(lambda: rollbacks.read(local_directory(config.run_dir)))
     rollbacks.scale_coefficients(progress.coefficients, made, step=progress.step)
     return state, progress
+
+
+def _open_sampler(
+    config: Config,
+    route: WeightRoute,
+    *,
+    learning: Learning,
+    note: Callable[[str], None],
+    hosts: Hosts,
+) -> AbstractContextManager[Serving]:
+    return open_sampler(
+        config.sampler,
+        route,
+        layout=learning.layout,
+        needs=_sampler_needs(config, learning),
+        directory=local_directory(config.run_dir),
+        note=note,
+        hosts=hosts,
+    )
 
 
 def _sampler_needs(config: Config, learning: Learning) -> SamplerNeeds:
