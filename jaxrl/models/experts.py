@@ -155,6 +155,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     """Computes the contribution of the hidden units `units` [F] of the experts `numbers` [e] to the
     mixture, in `accumulate`: [1, 1, B, T, D]. `own` are their parameters by name, see `_AXES`."""
     precision = context.precision
+    _check_whole_blocks(len(units), context)
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
@@ -192,3 +193,18 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     parts = [y[:, i] * weights[:, i] for i in range(chosen)]
     y = functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
     return y.reshape(1, 1, *shape, x.shape[-1])
+
+
+def _check_whole_blocks(units: int, context: LayerContext) -> None:
+    """Checks that devices that share an expert's hidden units have whole blocks of them.
+
+    Raises:
+      ValueError: if a block of eight-bit numbers is cut, which would have another factor.
+    """
+    whole, kind = context.config.experts.intermediate_size, context.precision.blocks
+    if kind in ("e4m3", "rows") and units < whole and units % blocks.BLOCK:
+        raise ValueError(
+            f"blocks=e4m3, but each device has {units} of an expert's {whole} hidden units, which "
+            f"is no multiple of {blocks.BLOCK}, so a block would be cut; use a smaller mesh.tensor "
+            "and sampler.tensor, expert in their place, or leave blocks out"
+        )

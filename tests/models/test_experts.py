@@ -17,6 +17,8 @@ from jaxrl.models import spec
 from jaxrl.models.experts import imbalance, mixture, route
 from jaxrl.models.layers import LayerContext
 from jaxrl.models.model import decoder
+from jaxrl.sharding import Layout, make_mesh
+from jaxrl.sharding.rules import PRESETS as RULES
 from tests import tiny
 
 FP32 = PRESETS["fp32"]
@@ -105,6 +107,20 @@ def test_every_product_follows_the_policy(text):
     operand = {"bfloat16": "bf16", "float16": "f16"}[precision.compute.name]
     assert len(products) == 3 * 4  # the router and three projections, forward and backward
     assert set(products) == {(operand, operand, "f32")}
+
+
+def test_devices_do_not_cut_blocks_of_eight_bits():
+    layout = Layout(make_mesh(tensor=2, devices=jax.devices()[:2]), RULES["fsdp_tensor"])
+    x, one = stream(), layer()
+    units = EXPERTS.intermediate_size
+
+    def traced(precision):
+        context = LayerContext(CONFIG, parse(precision), layout.constrain, layout.local)
+        return jax.eval_shape(partial(mixture, context=context), x, one)
+
+    with pytest.raises(ValueError, match=f"each device has {units // 2} of an expert's {units} "):
+        traced("fp32,blocks=e4m3")
+    assert traced("fp32")[0].shape == x.shape
 
 
 def test_routing_is_not_rounded_to_half_precision():
