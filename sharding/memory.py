@@ -157,13 +157,25 @@ def _is_view(fused: Computation) -> bool:
 
 def _written_by_root(one: Instruction, fused: Computation, program: Program) -> float:
     root = hlo.root_of(fused)
-    while root.kind in ("bitcast", "bitcast-convert"):
-        root = fused[root.operands[0]]
-    if root.kind == "fusion":
-        return _written_by_root(one, program.inner(root), program)
-    if (update := _update(root)) is not None:
-        return min(fused[update].numbers, one.size)
-    return one.size
+    if root.kind == "tuple":
+        results = zip(root.operands, hlo.arrays(one.shape), strict=True)
+        return sum(
+            _written(fused[name], fused, program, size=array.size * array.in_memory)
+            for name, array in results
+        )
+    return _written(root, fused, program, size=one.size)
+
+
+def _written(result: Instruction, fused: Computation, program: Program, *, size: float) -> float:
+    """Returns the bytes that a fusion writes of a result of `size` bytes."""
+    while result.kind in ("bitcast", "bitcast-convert"):
+        result = fused[result.operands[0]]
+    if result.kind == "fusion":
+        inner = program.inner(result)
+        return _written(hlo.root_of(inner), inner, program, size=size)
+    if (update := _update(result)) is not None:
+        return min(fused[update].numbers, size)
+    return size
 
 
 def _flops(one: Instruction, inside: Computation, program: Program) -> float:

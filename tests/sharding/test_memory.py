@@ -79,6 +79,33 @@ def test_slices_updates_and_vmem():
     assert found == MemoryTraffic(2 * 128 + 3 * 2 * 8 * 128, 3 * 2 * 128)
 
 
+# What a scan keeps of a product: a part of the stack, besides the result.
+KEPT = """
+%both (a: u16[28,8,128], b: f32[8,128], n: s32[]) -> (u16[28,8,128], bf16[8,128]) {
+  %a = u16[28,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %b = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %n = s32[]{:T(128)} parameter(2)
+  %rounded = bf16[8,128]{1,0:T(8,128)(2,1)} convert(%b)
+  %bits = u16[1,8,128]{2,1,0:T(8,128)(2,1)} bitcast-convert(%rounded)
+  %zero = s32[]{:T(128)} constant(0)
+  %put = u16[28,8,128]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %bits, %n, %zero, %zero)
+  ROOT %t = (u16[28,8,128]{2,1,0:T(8,128)(2,1)}, bf16[8,128]{1,0:T(8,128)(2,1)}) tuple(%put, %rounded)
+}
+
+ENTRY %main (x: u16[28,8,128], y: f32[8,128], i: s32[]) -> (u16[28,8,128], bf16[8,128]) {
+  %x = u16[28,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %y = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %i = s32[]{:T(128)S(6)} parameter(2)
+  ROOT %z = (u16[28,8,128]{2,1,0:T(8,128)(2,1)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}) fusion(%x, %y, %i), kind=kLoop, calls=%both
+}
+"""  # noqa: E501
+
+
+def test_an_update_beside_another_result_writes_its_part():
+    # The result itself stays in VMEM.
+    assert memory_traffic(KEPT, trips=()) == MemoryTraffic(4 * 8 * 128, 2 * 8 * 128)
+
+
 def test_products_are_counted_with_their_loops():
     x, w = jnp.zeros((64, 32)), jnp.zeros((5, 32, 32))
 
