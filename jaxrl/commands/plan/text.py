@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from jaxrl.builders.model import tpu_cost
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.commands.plan.chips import TPUS
+from jaxrl.commands.plan.kept import kept_outputs
 from jaxrl.commands.plan.program import Program
 from jaxrl.commands.plan.roofline import Roofline, roofline
 from jaxrl.commands.plan.topology import Topology
@@ -31,6 +32,8 @@ def plan_text(config: Config, topology: Topology, program: Program, *, link_rate
     if not fits(program, topology):
         advice = _advice(config, program, memory=topology.chip.memory)
         lines += ["", "To make it fit:", *(f"  - {line}" for line in advice)]
+    elif (saving := _remat_that_fits(config, program, memory=topology.chip.memory)) is not None:
+        lines += ["", saving]
     not_counted = _not_counted(config)
     if not_counted:
         lines += ["", not_counted]
@@ -289,6 +292,17 @@ def _advice_for_the_sampler(config: Config, program: Program) -> Iterator[str]:
         )
     if cache is not None or program.resident.engine_cache:
         yield "sampler.name = 'vllm', with servers on other chips"
+
+
+def _remat_that_fits(config: Config, program: Program, *, memory: float) -> str | None:
+    """Advises to keep the outputs of products if the chip seems to have the memory for them."""
+    free, more = memory - phases(program)["learning"], kept_outputs(program.step)
+    if config.train.remat not in ("layer", "attention") or 1.25 * more > free:
+        return None
+    return (
+        f"Faster if it fits: train.remat = 'matmuls' instead of {config.train.remat!r} repeats "
+        f"fewer products, and keeps about {size_text(more)} more; {size_text(free)} are free"
+    )
 
 
 def _savings(config: Config, program: Program) -> Iterator[tuple[float, str]]:
