@@ -15,6 +15,8 @@ from jaxrl.models.attention import kernels, splash
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.visible import Tree
+from jaxrl.models.model import decoder
+from jaxrl.models.spec import abstract
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS
@@ -244,6 +246,22 @@ def test_a_decoder_gets_what_the_devices_have():
     assert_equal(results(kernels.attend_by("auto", **here), 64, 8), expected(64, 8))
     with pytest.raises(ValueError, match=r"'cudnn' is for NVIDIA GPUs, .* 'cpu'; use 'auto' or"):
         results(kernels.attend_by("cudnn", **here), 64, 8)
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("attention", 1), ("layer", 2)])
+def test_what_is_kept_of_splash_spares_its_forward_kernel(remat, forward):
+    attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
+    model = decoder(tiny.CONFIG, remat=remat, attend=attend)
+    tokens = jnp.ones((2, 128), jnp.int32)
+    params = abstract(model.specs, dtype=jnp.bfloat16)
+
+    def loss(params):
+        out = model.hidden(params, tokens, tokens, tokens, precision=parse("bf16_master"))
+        return jnp.sum(out.astype(jnp.float32))
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert text.count("name=splash_mha_fwd_segmented_residuals") == forward
+    assert "reduce_precision" not in text  # a pass of its own on TPUs
 
 
 def test_indivisible_heads_are_an_error():

@@ -14,6 +14,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.attention.tree import KEPT
+from jaxrl.models.products import named
 from jaxrl.sharding.partition import Layout
 
 LANES = 128  # of a TPU's vector unit; a device's tokens of a row must be a multiple
@@ -62,7 +63,6 @@ def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) ->
         # shard_map has divided the heads; only the mask of the queries differs between devices.
         head_shards=1,
         q_seq_shards=shards,
-        residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
 
@@ -105,13 +105,45 @@ def attend(
         queries, keys = segments[rows], of_keys[rows]
         ids = splash.SegmentIds(q=queries.reshape(-1), kv=keys.reshape(-1))
         given = (_joined(x[rows]) for x in arrays)
-        out = _of_rows(kernel, queries, keys)(*given, ids, scoring.sinks)
+        out = _attention(_of_rows(kernel, queries, keys), *given, ids, scoring.sinks)
         return out.reshape(len(out), *queries.shape, -1).transpose(1, 2, 0, 3)
 
     at_once = len(q) if _all_at_once(kernel, of_keys) else 1
     parts = [some(slice(i, i + at_once)) for i in range(0, len(q), at_once)]
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return out[..., : v.shape[-1]].astype(precision.activations)
+
+
+@jax.custom_vjp
+def _attention(
+    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, sinks: jax.Array | None
+) -> jax.Array:
+    """Calls the kernel, and names what its backward pass needs. The kernel can name its results
+    itself, but not as integers (`products.named`): what a remat policy keeps of a float passes
+    through `reduce_precision`, for which libtpu 0.0.48.1 makes a pass of its own."""
+    return kernel(q, k, v, ids, sinks)
+
+
+def _forward(kernel, q, k, v, ids, sinks):
+    inputs = (q, k, v, sinks)
+    out, backward = jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, ids, sinks), *inputs)
+    residuals, structure = jax.tree.flatten(backward)
+    # Besides its inputs and lists of integers: its output and its log-sum-exp.
+    own = {
+        id(x): named(x, KEPT)
+        for x in (out, *residuals)
+        if jnp.issubdtype(x.dtype, jnp.floating) and not any(x is one for one in inputs)
+    }
+    kept = [own.get(id(x), x) for x in (out, *residuals)]
+    return kept[0], jax.tree.unflatten(structure, kept[1:])
+
+
+def _backward(backward, dout):
+    dq, dk, dv, dsinks = backward(dout)
+    return None, dq, dk, dv, None, dsinks
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def _all_at_once(kernel: Any, of_keys: jax.Array) -> bool:
