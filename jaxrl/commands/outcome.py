@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxrl.config.bucket import local_directory
 from jaxrl.config.supervised import SupervisedConfig
+from jaxrl.config.toml_file import flatten
 from jaxrl.config.training import Config
 from jaxrl.core import Hosts
 from jaxrl.training import cluster
@@ -32,7 +33,8 @@ def run(config: C, train: Callable[[C], R], conclude: Callable[[R], tuple[str, i
     Process 0 prints the outcome. Unless a signal ended the run, `conclude` returns its text and the
     status.
     """
-    with _full_disk_as_one_message(config.run_dir), cluster.joined(config.hosts):
+    joined = cluster.joined(config.hosts, same=flatten(config))
+    with _full_disk_as_one_message(config.run_dir), joined:
         result, leads = train(config), Hosts().leads
     if (signum := result.signum) is not None:
         again = "rerun the same command to resume"

@@ -20,6 +20,7 @@ from typing import Any
 from jaxrl.bridge import free_port, is_loopback
 from jaxrl.commands import options
 from jaxrl.commands.report.command import charts, render
+from jaxrl.config import toml_file
 from jaxrl.config.tinker import TinkerConfig
 from jaxrl.core import Hosts
 from jaxrl.huggingface import hub
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     state, model_dir = Path(config.state_dir), hub.local_directory(arguments.model_dir)
     name = config.name or arguments.model_dir
-    with cluster.joined(config.hosts):
+    with cluster.joined(config.hosts, same=toml_file.flatten(config)):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
         hosts = Hosts()
         hosts.on_leader(lambda: state.mkdir(parents=True, exist_ok=True))

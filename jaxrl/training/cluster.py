@@ -5,26 +5,36 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
 from jaxrl.config.hosts import HostsConfig, is_address
-from jaxrl.core import ReportedError, keep_collectives_ordered, report
+from jaxrl.config.toml_file import toml_text
+from jaxrl.core import Hosts, ReportedError, keep_collectives_ordered, report
 
 JOIN = 300  # seconds to wait for the other processes at the start
 HEARTBEAT = 30  # seconds without a heartbeat: longer than any pause of a healthy process
 
+_PLACES = ("path", "_dir")  # ends of keys that name a place, which may differ between hosts
+
 
 @contextmanager
-def joined(config: HostsConfig) -> Iterator[None]:
+def joined(
+    config: HostsConfig, *, same: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[None]:
     """Joins the other processes of the run for the block; a no-op without a coordinator.
+
+    `same` are the keys that all processes must have been started with, see `check_same`.
 
     A process that fails or is interrupted prints its number and exits without the shutdown barrier,
     at which the others might wait forever. They exit when they notice: at once in a collective,
     otherwise after HEARTBEAT seconds.
 
     Raises:
-      ValueError: if jax finds no cluster, or the keys of [hosts] are wrong or incomplete.
+      ValueError: if jax finds no cluster, the keys of [hosts] are wrong or incomplete, or other
+        keys differ.
     """
     processes = _known(config.processes, "JAX_NUM_PROCESSES")
     process = _known(config.process, "JAX_PROCESS_ID")
@@ -56,6 +66,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
         ) from error
     keep_collectives_ordered()
     try:
+        check_same(same)
         yield
     except ReportedError:
         os._exit(1)
@@ -66,6 +77,32 @@ def joined(config: HostsConfig) -> Iterator[None]:
         report(error)
         os._exit(1)
     jax.distributed.shutdown()
+
+
+def check_same(keys: Mapping[str, Any]) -> None:
+    """Checks that all processes were started with the same values of these keys; all must call it.
+    Those of [hosts] and places of files may differ.
+
+    Raises:
+      ValueError: on every process, if they were not. It names the first process that differs from
+        process 0, and the keys with both values.
+    """
+    ours = {
+        key: value
+        for key, value in keys.items()
+        if not key.startswith("hosts.") and not key.endswith(_PLACES)
+    }
+    first, *others = Hosts().gather(ours)
+    for process, theirs in enumerate(others, start=1):
+        if different := [
+            f"{key} = {toml_text(first.get(key))} and {toml_text(theirs.get(key))}"
+            for key in sorted(first.keys() | theirs.keys())
+            if first.get(key) != theirs.get(key)
+        ]:
+            raise ValueError(
+                f"processes 0 and {process} differ in {'; '.join(different)}; start the same "
+                "command with the same config on every host"
+            )
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

@@ -118,6 +118,21 @@ def test_unshared_run_directory_is_an_error(tmp_path):
         assert not (tmp_path / f"disk_of_{i}" / "run").exists()
 
 
+def test_different_keys_are_an_error_on_all(tmp_path):
+    """Before the model is read: its directory is empty."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "prompts.jsonl").touch()
+    every = run_keys(tmp_path, **{"run_dir": tmp_path / "run", "train.steps": 2})
+    first, second = of_processes("train", every, count=2)
+    second += ["--loss.clip_high", "0.3", "--run_dir", str(tmp_path / "elsewhere")]
+    with started([first, second], tmp_path) as processes:
+        assert [process.wait() for process in processes] == [1, 1]
+    for i in range(2):
+        text = (tmp_path / f"{i}.log").read_text()
+        assert "processes 0 and 1 differ in loss.clip_high = " in text
+        assert " and 0.3; start the same command" in text
+
+
 def test_damaged_checkpoint_is_an_error_on_all(tmp_path):
     with started(children("damaged", tmp_path, count=2), tmp_path) as processes:
         for i, process in enumerate(processes):
