@@ -26,7 +26,7 @@ _Fetch = Callable[[], Any]  # waits for a layer's tensors; returns them in one a
 
 
 class ParamsSource:
-    """A `WeightSource` over the learner's parameters.
+    """A `WeightSource` over the learner's parameters, or a copy of them on the host.
 
     Tensors are unstacked from the layers and cast on the device one by one. Each device copies its
     own part to its host. A single process sends nothing between devices. With several, all must
@@ -123,15 +123,21 @@ def _starter(array: Any, part: ParamSpec, dtype: DType) -> Callable[[Mapping[int
     """Returns a function that starts to fetch layers, given by process, and returns another one
     that waits for this process's."""
     form = Form(bool(part.stacked), part.transposed, dtype)
-    if not array.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return functools.partial(_exchanged, Exchange(array, form))
     here = jax.process_index()
-    on_host = len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
-    if on_host and array.dtype == dtype:
+    if _on_host(array) and array.dtype == dtype:
         host = np.asarray(array)  # a view, not a copy
         return lambda wanted: lambda: part.swap(host[wanted.get(here, 0)] if form.stacked else host)
     convert = _converter(form)
     return lambda wanted: _copied(convert(array, wanted.get(here, 0)))
+
+
+def _on_host(array: Any) -> bool:
+    """Tells if NumPy can read an array without a copy."""
+    if isinstance(array, np.ndarray):
+        return True
+    return len(array.sharding.device_set) == 1 and next(iter(array.devices())).platform == "cpu"
 
 
 def _copied(array: jax.Array) -> _Fetch:

@@ -10,6 +10,7 @@ from jaxrl.service.wire import Datum
 
 _ANYWHERE = SHARED._replace(shared=False)
 _CHEAP = 512  # tokens of padding that cost less than a program more, which reads all weights
+_ALONE = 1024  # tokens of one tenant that a program computes as fast as a larger batch
 
 
 class Place(NamedTuple):
@@ -48,9 +49,10 @@ def parts(
 ) -> Iterator[Part]:
     """Packs data into rows and rows into batches.
 
-    Sizes are powers of two, rows times `unit`, so that few programs are compiled. They are rounded
-    up where that adds little padding; otherwise down, and the rest comes in the next batch. A datum
-    is never cut, and only rounding depends on its neighbours.
+    Few programs are compiled. Rows, times `unit`, and tokens are powers of two; a tenant with many
+    tokens has a batch of its own, and those with few are in batches of 1, 4, 16, ... tenants.
+    Sizes are rounded up where that adds little padding; otherwise down, and the rest comes in the
+    next batch. A datum is never cut, and only rounding depends on its neighbours.
 
     Args:
       requests: the data of each; all have the same arrays and number of targets per token.
@@ -62,15 +64,15 @@ def parts(
     longest = max(len(one.tokens) for data in requests for one in data)
     length = count_bucket(max(longest + 1, 64))
     rows = _rows(requests, tenants, capacity=length - 1, align=align)
-    most = 1 << (max(1, tokens // length // unit).bit_length() - 1)  # units, of all tenants
+    most = _power(max(1, tokens // length // unit))  # units, of all tenants
     while rows:
         sizes = {
             tenant: _size(-(-len(own) // unit), most=most, tokens=unit * length * len(rows))
             for tenant, own in rows.items()
         }
         units = max(sizes.values())
-        chosen = [tenant for tenant, size in sizes.items() if size == units]
-        count = _size(len(chosen), most=most // units, tokens=units * unit * length)
+        chosen, own = [x for x, size in sizes.items() if size == units], units * unit * length
+        count = 1 if own >= _ALONE else _size(len(chosen), most=most // units, tokens=own, base=4)
         taken = {tenant: rows[tenant][: units * unit] for tenant in chosen[:count]}
         yield _part(requests, taken, shape=(count, units * unit, length))
         rows = {
@@ -80,12 +82,21 @@ def parts(
         }
 
 
-def _size(count: int, *, most: int, tokens: int) -> int:
-    """Rounds a count of something with so many tokens to a power of two of at most `most`."""
-    up = count_bucket(count)
+def _size(count: int, *, most: int, tokens: int, base: int = 2) -> int:
+    """Rounds a count of something with so many tokens to a power of `base` of at most `most`."""
+    down = _power(count, base)
+    up = down if down == count else down * base
     padding = up - count
     little = padding <= up // 8 or padding * tokens <= _CHEAP
-    return min(up if little else up // 2, most)
+    return _power(min(up if little else down, most), base)
+
+
+def _power(count: int, base: int = 2) -> int:
+    """Returns the largest power of `base` that is at most `count`."""
+    size = 1
+    while size * base <= count:
+        size *= base
+    return size
 
 
 Row = list[tuple[int, int, int]]  # (request, index, begin) of each datum

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 from tinker import types
 
 from tests import tiny
@@ -42,16 +43,22 @@ def trained(server: Server) -> tuple[list[Any], list[str]]:
             numbers += [one.logprobs for one in sampled.sequences]
             numbers += [sampled.prompt_logprobs[1:], sampled.topk_prompt_logprobs_np.logprobs[1:]]
             paths.append(client.save_state("kept").result().path)
+            client.save_state("damaged").result()
+    for file in server.directory.rglob("*damaged/state.npz"):
+        file.unlink()
     return numbers, paths
 
 
 def loaded(server: Server, paths: list[str]) -> list[Any]:
-    """Numbers of new clients from these states, after a step more."""
+    """Numbers of new clients from these states, after a step more. Between gradients and step a
+    request fails in every process, which loses no other."""
     numbers = list[Any]()
     with server.client() as service:
         for path in paths:
             client = service.create_training_client_from_state_with_optimizer(path).result()
             client.forward_backward(DATA, "cross_entropy").result()
+            with pytest.raises(tinker.RequestFailedError, match=r"state\.npz"):
+                client.load_state(path.replace("kept", "damaged")).result()
             client.optim_step(ADAM).result()
             numbers.append(logprobs_of(client.forward(DATA, "cross_entropy").result()))
     return numbers

@@ -1,5 +1,7 @@
 """Data of several tenants in rectangular batches."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,16 @@ def test_each_datum_is_in_one_place_and_little_of_a_batch_is_empty(seed: int, un
     assert len(found) == sum(map(len, requests))
 
 
-def test_three_tenants_with_full_rows_are_computed_without_padding() -> None:
-    requests = [[datum(i, 255) for _ in range(4)] for i in range(1, 4)]
-    shapes = [part.arrays["tokens"].shape for part in parts(requests, [0, 1, 2], tokens=8192)]
-    assert shapes == [(2, 4, 256), (1, 4, 256)]
+@pytest.mark.parametrize(
+    ("rows", "shapes"),
+    [(4, {(1, 4, 256)}), (1, {(1, 1, 256), (4, 1, 256), (16, 1, 256)})],
+)
+def test_tenants_in_any_number_need_few_programs(rows: int, shapes: set[Any]) -> None:
+    """With 1,024 tokens each they have batches of their own, without padding."""
+    found = set()
+    for count in range(1, 17):
+        requests = [[datum(1, 255)] * rows for _ in range(count)]
+        batches = list(parts(requests, range(count), tokens=8192))
+        assert sum(len(part.places) for part in batches) == rows * count
+        found |= {part.arrays["tokens"].shape for part in batches}
+    assert found == shapes
