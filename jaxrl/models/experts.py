@@ -160,13 +160,14 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
     order = jnp.argsort(here, stable=True)
+    back = jnp.argsort(order)
     sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
     # The ragged product leaves the rows of other devices' experts undefined.
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
     # A token's gradient sums over its experts, so it needs more than 8 or 11 bits of mantissa.
     tokens = x.reshape(-1, 1, x.shape[-1]).astype(precision.accumulate)
-    tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])[order]
-    tokens = jnp.where(inside, tokens, 0)
+    tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])
+    tokens = jnp.where(inside, _in_order(tokens, order, back), 0)
     product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
     rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
 
@@ -188,7 +189,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
     y = project(precision.rounded(hidden, "products"), "expert_down")
     y = jnp.where(inside, y, 0)
-    y = y[jnp.argsort(order)].reshape(-1, chosen, x.shape[-1])
+    y = _in_order(y, back, order).reshape(-1, chosen, x.shape[-1])
     weights = weights.reshape(-1, chosen, 1)
     parts = [y[:, i] * weights[:, i] for i in range(chosen)]
     y = functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
@@ -208,3 +209,23 @@ def _check_whole_blocks(units: int, context: LayerContext) -> None:
             f"is no multiple of {blocks.BLOCK}, so a block would be cut; use a smaller mesh.tensor "
             "and sampler.tensor, expert in their place, or leave blocks out"
         )
+
+
+@jax.custom_vjp
+def _in_order(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """Puts rows in order. The gradient is put `back`: the rule of JAX would add its rows to zeros
+    one after the other, as it does not know that each occurs once."""
+    del back
+    return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _in_order_forward(x, order, back):
+    return _in_order(x, order, back), (order, back)
+
+
+def _in_order_backward(orders, dy):
+    order, back = orders
+    return _in_order(dy, back, order), None, None
+
+
+_in_order.defvjp(_in_order_forward, _in_order_backward)

@@ -1,4 +1,4 @@
-"""What another `train.remat` would keep of a step."""
+"""Bytes that a step would keep with another `train.remat`."""
 
 import math
 
