@@ -1,5 +1,5 @@
-"""The sanity test for other models: a Llama, a mixture of experts, and adapters. The sampler is the
-embedded one or a vLLM server."""
+"""The sanity test for other models: a Llama, a mixture of experts, adapters, and a dense model of
+6.3 million parameters. The sampler is the embedded one or a vLLM server."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +17,21 @@ EXPERTS = {
     "moe_intermediate_size": 96,
     "norm_topk_prob": True,
 }
+LARGE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "initializer_range": 0.05,
+}
 
 
 class Case(NamedTuple):
-    """A base model, and the keys of its runs."""
+    """A base model, further arguments of its fine-tuning, and the keys of its runs."""
 
     model: dict
+    sft: Sequence[str] = ()
     keys: Mapping[str, object] = {}
 
 
@@ -31,7 +40,12 @@ CASES = {
     "qwen3_moe, 2 of 8 experts": Case(make_arithmetic.MODEL | EXPERTS),
     # Adapters take larger learning rates than whole models.
     "qwen3, adapters of rank 8": Case(
-        make_arithmetic.MODEL, {"lora.rank": 8, "optimizer.learning_rate": 3e-3}
+        make_arithmetic.MODEL, keys={"lora.rank": 8, "optimizer.learning_rate": 3e-3}
+    ),
+    "qwen3, 8 layers of 256": Case(
+        make_arithmetic.MODEL | LARGE,
+        sft=("--precision=bf16_master", "--train.steps=400", "--optimizer.learning_rate=1e-3"),
+        keys={"optimizer.learning_rate": 1e-4},
     ),
 }
 PRECISIONS = {"bf16": "bf16_master", "fp16": "fp16_master"}
@@ -51,8 +65,8 @@ def run_cell(directory: Path, cell: Cell, *, seed: int) -> None:
 def material(directory: Path, name: str) -> Path:
     """Returns the directory of a case, with its base model and prompts; writes them first if they
     are not there."""
-    there = directory / material_name(name)
-    sanity.write_material(there, model=CASES[name].model)
+    there, case = directory / material_name(name), CASES[name]
+    sanity.write_material(there, model=case.model, sft=case.sft)
     return there
 
 

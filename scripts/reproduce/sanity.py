@@ -31,9 +31,11 @@ CELLS: list[Cell] = [(name, dtype, dtype) for name in ALGORITHMS for dtype in PR
 CELLS += [("GRPO", a, b) for a in PRECISIONS for b in SAMPLERS if a != b]
 
 
-def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> None:
+def write_material(
+    directory: Path, *, model: dict = make_arithmetic.MODEL, sft: Sequence[str] = ()
+) -> None:
     """Writes perfectible prompts and, unless it is there, a base model: by default the
-    quickstart's."""
+    quickstart's. `sft` has further arguments of its fine-tuning."""
     if not (directory / "base" / "model").exists():
         directory.mkdir(parents=True, exist_ok=True)
         make_arithmetic.write_model(directory / "untrained", model, seed=0)
@@ -45,6 +47,7 @@ def write_material(directory: Path, *, model: dict = make_arithmetic.MODEL) -> N
             f"--run_dir={directory / 'base'}",
             f"--model.path={directory / 'untrained'}",
             f"--data.path={directory / 'sft.jsonl'}",
+            *sft,
         )
     out = directory / "perfectible.jsonl"
     if not out.exists():
