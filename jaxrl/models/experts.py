@@ -6,6 +6,7 @@ ragged (arXiv:2211.15841). Routing is computed in `accumulate`.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core import blocks
+from jaxrl.core.precision import DType
 from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.layers import Layer, LayerContext, add_bias
 from jaxrl.models.products import grouped_matmul, matmul
@@ -160,20 +162,19 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
     order = jnp.argsort(here, stable=True)
-    back = jnp.argsort(order)
+    # The place of each token's first expert, then of its second: sums over them are of whole rows.
+    places = jnp.argsort(order).reshape(-1, chosen).T
     sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
     # The ragged product leaves the rows of other devices' experts undefined.
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    # A token's gradient sums over its experts, so it needs more than 8 or 11 bits of mantissa.
-    tokens = x.reshape(-1, 1, x.shape[-1]).astype(precision.accumulate)
-    tokens = jnp.repeat(tokens, chosen, axis=1).reshape(-1, x.shape[-1])
-    tokens = jnp.where(inside, _in_order(tokens, order, back), 0)
+    tokens = _sorted(x.reshape(-1, x.shape[-1]), order, places, precision.accumulate)
+    tokens = jnp.where(inside, tokens, 0)
     product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
     rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
 
     def project(x, name):
         x = blocks.operand(x, name, precision)
-        y = precision.rounded(product(x, own[name]), "products").astype(precision.accumulate)
+        y = precision.rounded(product(x, own[name]), "products")
         if f"{name}_bias" not in own:
             return y
         bias = own[f"{name}_bias"].astype(precision.accumulate)
@@ -182,17 +183,17 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
         return y + jnp.where(added, bias[rows], 0)
 
     if "expert_gate_up" in own:
-        both = project(tokens, "expert_gate_up")
+        both = project(tokens, "expert_gate_up").astype(precision.accumulate)
         gate, up = both[:, ::2], both[:, 1::2]
     else:
-        gate, up = project(tokens, "expert_gate"), project(tokens, "expert_up")
+        named = (project(tokens, name) for name in ("expert_gate", "expert_up"))
+        gate, up = (y.astype(precision.accumulate) for y in named)
     hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
     y = project(precision.rounded(hidden, "products"), "expert_down")
-    y = jnp.where(inside, y, 0)
-    y = _in_order(y, back, order).reshape(-1, chosen, x.shape[-1])
+    y = _of_tokens(jnp.where(inside, y, 0), order, places)
     weights = weights.reshape(-1, chosen, 1)
-    parts = [y[:, i] * weights[:, i] for i in range(chosen)]
-    y = functools.reduce(jnp.add, parts)  # in order: the order of XLA's sum varies with shapes
+    parts = [y[i].astype(precision.accumulate) * weights[:, i] for i in range(chosen)]
+    y = _added(parts)
     return y.reshape(1, 1, *shape, x.shape[-1])
 
 
@@ -211,21 +212,53 @@ def _check_whole_blocks(units: int, context: LayerContext) -> None:
         )
 
 
+def _added(parts: Iterable[jax.Array] | jax.Array) -> jax.Array:
+    """Adds arrays in order; the order of XLA's sum varies with shapes."""
+    return functools.reduce(jnp.add, parts)
+
+
+# Rows of tokens [N, D] and of their experts [N * k, D], sorted by expert. Entry n * k + i is token
+# n's expert i; `order` [N * k] is the entry of each sorted row, `places` [k, N] the row of each
+# entry. Each is the other's gradient: JAX's rule would add rows one after the other, as it does not
+# know that each occurs once.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sorted(x: jax.Array, order: jax.Array, places: jax.Array, dtype: DType) -> jax.Array:
+    """Returns the sorted rows of the experts of tokens x [N, D], in `dtype`. A token's gradient
+    sums over its experts, so it needs more than 8 or 11 bits of mantissa."""
+    return _taken(x, order // len(places)).astype(dtype)
+
+
+def _sorted_forward(x, order, places, dtype):
+    return _sorted(x, order, places, dtype), (jnp.zeros(0, x.dtype), places)
+
+
+def _sorted_backward(dtype, residuals, dy):
+    like, places = residuals
+    return _added(_taken(dy, places)).astype(like.dtype), None, None
+
+
 @jax.custom_vjp
-def _in_order(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """Puts rows in order. The gradient is put `back`: the rule of JAX would add its rows to zeros
-    one after the other, as it does not know that each occurs once."""
-    del back
-    return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+def _of_tokens(y: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the rows of each token's experts, [k, N, D], from sorted ones."""
+    return _taken(y, places)
 
 
-def _in_order_forward(x, order, back):
-    return _in_order(x, order, back), (order, back)
+def _of_tokens_forward(y, order, places):
+    return _taken(y, places), (order, places)
 
 
-def _in_order_backward(orders, dy):
-    order, back = orders
-    return _in_order(dy, back, order), None, None
+def _of_tokens_backward(residuals, dy):
+    order, places = residuals
+    token, choice = jnp.divmod(order, len(places))
+    rows = dy.reshape(-1, dy.shape[-1])
+    return _taken(rows, choice * dy.shape[1] + token), None, None
 
 
-_in_order.defvjp(_in_order_forward, _in_order_backward)
+def _taken(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+_sorted.defvjp(_sorted_forward, _sorted_backward)
+_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)

@@ -183,7 +183,6 @@ def grouped_product(
         ragged_dot_dimension_numbers=dimensions,
         # bf16 operands are exact in any case, and the TPU's kernel rejects the setting for them.
         precision=None if precision.compute == jnp.bfloat16 else precision.algorithm,
-        preferred_element_type=precision.accumulate,
     )
     one_by_one = functools.partial(
         _grouped_on_cpu, contract=contract, group=group, precision=precision
@@ -192,13 +191,18 @@ def grouped_product(
     kernel = functools.partial(grouped.by_groups, settings=settings)
     if group:
         kernel = functools.partial(grouped.by_rows, axis=contract[1], settings=settings)
+    wide = functools.partial(ragged, preferred_element_type=precision.accumulate)
+    others: dict[str, Any] = on_nvidia(kernel)
+    if precision.compute == settings.result == jnp.bfloat16:
+        # XLA's kernel for TPUs adds in f32 and rounds once; a cast would be a pass of its own.
+        others["tpu"] = functools.partial(ragged, preferred_element_type=settings.result)
     return lax.platform_dependent(
         x,
         y,
         sizes,
         cpu=lambda *given: one_by_one(*given).astype(settings.result),
-        **on_nvidia(kernel),
-        default=lambda *given: ragged(*given).astype(settings.result),
+        **others,
+        default=lambda *given: wide(*given).astype(settings.result),
     )
 
 
