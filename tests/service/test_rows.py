@@ -45,8 +45,7 @@ def test_each_datum_is_in_one_place_and_little_of_a_batch_is_empty(seed: int, un
 
 
 @pytest.mark.parametrize(
-    ("rows", "shapes"),
-    [(4, {(1, 4, 256)}), (1, {(1, 1, 256), (4, 1, 256), (16, 1, 256)})],
+    ("rows", "shapes"), [(4, {(1, 4, 256)}), (1, {(1, 1, 256), (4, 1, 256), (16, 1, 256)})]
 )
 def test_tenants_in_any_number_need_few_programs(rows: int, shapes: set[Any]) -> None:
     """With 1,024 tokens each they have batches of their own, without padding."""
