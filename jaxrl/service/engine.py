@@ -184,12 +184,15 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while (taken := self.queue.take(most=self._most)) is not None:
+            drawn = 0.0
+            while (taken := self.queue.take(most=self._most, drawn=drawn)) is not None:
                 training, samples = taken
                 if training:
                     self._guarded(self._train, training)
                 if samples:
+                    began = time.monotonic()
                     self._guarded(self._sample, samples)
+                    drawn = time.monotonic() - began
                 self._tidy()
         except Exception as error:  # on a full disk not even an error can be answered
             self.fault = error

@@ -9,8 +9,10 @@ from jaxrl.service.requests import Work
 from jaxrl.service.sampling import TOGETHER, Request
 from jaxrl.service.wire import Batch
 
-_SETTLES = 0.03  # seconds without a further request for samples, after which they are drawn
-_LONGEST = 0.3  # seconds that one waits so for others
+# Samples are drawn after this time without a further request for some: in seconds, or as a share of
+# the time that the last batch took, for which those that come too late wait.
+_SETTLES, _SHARE, _MOST = 0.03, 0.05, 0.3
+_LONGEST = 10  # such times that one request waits for others
 
 
 class _Line:
@@ -81,28 +83,30 @@ class Queue:
             self._closed = True
             self._ready.notify()
 
-    def take(self, *, most: int) -> tuple[list[Work], list[Work]] | None:
+    def take(self, *, most: int, drawn: float = 0.0) -> tuple[list[Work], list[Work]] | None:
         """Waits for work. Returns training requests to compute together and requests for samples
         to draw together, at most `most` samples unless one alone asks for more; None at the end.
 
         A client sends requests for samples one by one. Those that come alone wait a moment for
-        others, because what comes while a batch is drawn waits for its end.
+        others, because what comes while a batch is drawn waits for its end; the last one took
+        `drawn` seconds.
         """
+        settles = max(_SETTLES, min(_SHARE * drawn, _MOST))
         with self._ready:
             while not self._closed:
-                training, wait = self._training(), self._unsettled(most)
+                training, wait = self._training(), self._unsettled(most, settles)
                 samples = [] if wait and not training else self._sampling(most)
                 if training or samples:
                     return training, samples
                 self._ready.wait(wait or None)
             return None
 
-    def _unsettled(self, most: int) -> float:
-        """Returns the seconds for which more requests for samples may be about to come; 0 if not,
-        or if those that wait fill a batch."""
+    def _unsettled(self, most: int, settles: float) -> float:
+        """Returns the seconds for which more requests for samples may be about to come; 0 if none
+        came for `settles`, or if those that wait fill a batch."""
         if not self._samples or sum(w.payload.count for w in self._samples.values()) >= most:
             return 0.0
-        until = min(self._last + _SETTLES, self._first + _LONGEST)
+        until = min(self._last + settles, self._first + _LONGEST * settles)
         return max(0.0, until - time.monotonic())
 
     def _training(self) -> list[Work]:

@@ -71,12 +71,12 @@ def test_others_do_not_wait_for_a_step_or_a_refused_request():
 
 
 def test_a_request_for_samples_waits_for_those_that_come_right_after_it(monkeypatch):
-    monkeypatch.setattr(queue_module, "_SETTLES", 60.0)
-    monkeypatch.setattr(queue_module, "_LONGEST", 60.0)
+    """The longer a batch takes, for the longer: those that come too late wait for its end."""
+    monkeypatch.setattr(queue_module, "_MOST", 60.0)
     queue = queue_of()
     queue.add(sample("x", 1))
     threading.Timer(0.1, queue.add, [sample("y", 1)]).start()
-    found = queue.take(most=4)  # both together
+    found = queue.take(most=4, drawn=1200.0)  # both together
     assert found is not None
     assert [work.id for work in found[1]] == ["x", "y"]
     queue.add(sample("z", 1))
