@@ -5,7 +5,7 @@
     python scripts/reproduce_phantom_clipping.py runs/phantom --samplers     shows finished runs
     python scripts/reproduce_phantom_clipping.py runs/phantom --explanations some minutes; seed 0
     python scripts/reproduce_phantom_clipping.py runs/phantom --doses        a quarter hour a seed
-    python scripts/reproduce_phantom_clipping.py runs/phantom --sharp        some minutes a seed
+    python scripts/reproduce_phantom_clipping.py runs/phantom --sharp        a quarter hour a seed
     python scripts/reproduce_phantom_clipping.py runs/phantom --hill         half an hour
 
 Rerun the same command to resume. vLLM needs scripts/install_vllm.sh.

@@ -1,5 +1,6 @@
 """Regimes in which beta might stall a run: narrower clips, of which beta takes more tokens, and a
-deeper and sharper model. Each has a twin whose sampler is in f32, so without beta."""
+deeper and sharper model, also in a longer run of more and smaller updates. Each has a twin whose
+sampler is in f32, so without beta."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,15 @@ DOSES: Mapping[str, Keys] = {
     for clip in (0.2, 0.05, 0.0125, 0.003)
 }
 SHARP = phantom.DEEP | {"num_hidden_layers": 32, "initializer_range": 1.0}
-SHARP_CASES: Mapping[str, Keys] = {"32 layers": {}}
+SHARP_CASES: Mapping[str, Keys] = {
+    "32 layers": {},
+    # Four times the updates per rollout at a quarter of the learning rate, for twice as long.
+    "32 layers, 480 updates": {
+        "train.updates_per_rollout": 8,
+        "train.steps": 60,
+        "optimizer.learning_rate": 2.5e-4,
+    },
+}
 
 
 def compared(
@@ -39,7 +48,7 @@ def compared(
             phantom.run_row(
                 material,
                 phantom.FAILURE,
-                run_dir=directory / f"{dtype}-{case.replace(' ', '-')}-{seed}",
+                run_dir=directory / f"{dtype}-{case.replace(',', '').replace(' ', '-')}-{seed}",
                 seed=seed,
                 more={"precision": precision, **keys},
             )
@@ -55,7 +64,7 @@ def table(name: str, results: Mapping[tuple[str, str], Sequence[Entries]]) -> st
     rows = []
     for (case, dtype), runs in results.items():
         lengths = -curve(runs, "reward")
-        course = lengths.mean(axis=0)
+        course, last = lengths.mean(axis=0), lengths.shape[1]
         reached = sorted(phantom.steps_to_near(run) for run in runs)
         clipped = sum(early(runs, side) for side in ("clip/low", "clip/high"))
         rows.append(
@@ -65,8 +74,8 @@ def table(name: str, results: Mapping[tuple[str, str], Sequence[Entries]]) -> st
                 "beta std, 1-10": spread(early(runs, "probe/beta_std"), "{:.2f}"),
                 "before an update, 1-10": spread(early(runs, "probe/clipped")),
                 "clipped, 1-10": spread(clipped),
-                "length at rollout 1, 10, 20, 30": ", ".join(
-                    f"{course[i]:.1f}" for i in (0, 9, 19, 29)
+                "length at the first rollout, after a third, two thirds, all": ", ".join(
+                    f"{course[i]:.1f}" for i in (0, last // 3 - 1, 2 * last // 3 - 1, -1)
                 ),
                 "of the last 5": spread(lengths[:, -5:].mean(axis=1), "{:.1f}"),
                 "rollouts to within 10 %": ", ".join(
