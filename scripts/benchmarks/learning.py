@@ -94,6 +94,22 @@ def learner_step(
     return Built(run, minibatch.batch.tokens.size, held / 2**20)
 
 
+def forward(config: DecoderConfig, *, precision: Precision, microbatch: int) -> Run:
+    """Compiles the learner's scores of SINGLE's tokens under random weights."""
+    model = decoder(config)
+    minibatch = _minibatch(
+        SINGLE,
+        _row_shape(SINGLE, microbatch=microbatch, shared=False),
+        vocabulary=config.vocab_size,
+    )
+    learner = make_learner(
+        model, grpo().objective, optimizer=optax.sgd(LEARNING_RATE), precision=precision
+    )
+    weights = init(model.specs, jax.random.key(0), dtype=precision.params)
+    score = jit(learner.score, sums=precision.sums)
+    return lambda _: jax.block_until_ready(score(weights, minibatch))
+
+
 def _minibatch(work: Groups, shape: MinibatchShape, *, vocabulary: int) -> Minibatch:
     """Draws completions with the log-probs of a uniform policy plus noise, close to the learner's
     random weights."""
