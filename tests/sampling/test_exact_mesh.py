@@ -21,6 +21,7 @@ from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS, by_rows
 from tests.sampling.test_exact import (
     BOUNDS,
+    EVERY,
     a_learner,
     a_model,
     adapted,
@@ -30,6 +31,7 @@ from tests.sampling.test_exact import (
 )
 
 TENSOR = {"fsdp": 2, "tensor": 4}
+EVERYWHERE = [(axes, *pair) for pair in EVERY for axes in ({"fsdp": 8}, TENSOR)]
 SHORT = {"fp32": "f32", "bf16_master": "bf16", "fp16_master": "f16"}
 
 
@@ -95,24 +97,32 @@ def test_scores_on_a_mesh(axes, family, name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("deepseek_v3", "bf16_master,latent=absorbed"), ("qwen3_next", "fp32")]
+    ("axes", "family", "name"),
+    EVERYWHERE
+    or [(TENSOR, "deepseek_v3", "bf16_master,latent=absorbed"), (TENSOR, "qwen3_next", "fp32")],
 )
-def test_other_forms_on_a_mesh(family, name):
+def test_other_forms_are_equal_on_a_mesh(axes, family, name):
     """Absorbed latent attention with experts, and the delta rule with experts."""
     precision = parse(f"{name},sums=fixed")
     rollouts = rollouts_of(family, precision)
     learner, shape, params, batch = on_mesh(
-        TENSOR, *a_model(family), rollouts=rollouts, precision=precision
+        axes, *a_model(family), rollouts=rollouts, precision=precision
     )
     assert not differing(learner, params, batch, rollouts=rollouts, shape=shape)
 
 
 @pytest.mark.parametrize(
-    ("axes", "name"), [(TENSOR, "bf16_master"), (TENSOR, "fp32"), ({"fsdp": 8}, "fp32")]
+    ("axes", "family", "name"),
+    EVERYWHERE
+    or [
+        (TENSOR, "qwen3", "bf16_master"),
+        (TENSOR, "qwen3", "fp32"),
+        ({"fsdp": 8}, "qwen3", "fp32"),
+    ],
 )
-def test_adapters_on_a_mesh(axes, name):
+def test_adapters_are_equal_on_a_mesh(axes, family, name):
     """A run publishes what the learner's mesh has merged; one device may add in another order."""
-    precision, (model, params) = parse(f"{name},sums=fixed"), adapted("qwen3")
+    precision, (model, params) = parse(f"{name},sums=fixed"), adapted(family)
     merged = jax.device_put(lora.merge(placed_on(axes, model, params)), jax.devices()[0])
     rollouts = sampled(model, merged, precision)
     learner, shape, placed, batch = on_mesh(
