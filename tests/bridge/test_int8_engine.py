@@ -67,9 +67,22 @@ def test_int8_is_that_of_compressed_tensors(
             publisher.publish(source, version=version)
             assert engine.generate(PROMPTS) == expected
     assert engine.call("loaded_modules") == []
-    if dtype == "float32":
-        alike, plain = (differences(config, p, expected) for p in ("fp32,blocks=int8", "fp32"))
-        assert np.median(alike) < 1e-5 < 1e-3 < np.median(plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "most"), [("float32", "fp32", 1e-5), ("float16", "fp16_master", 0.05)]
+)
+def test_int8_is_the_learners(
+    engine: ChildEngine, tmp_path: Path, dtype: str, precision: str, most: float
+) -> None:
+    """Also in the dtypes for which vLLM's kernel on tiles has no activations. In f16 the engine's
+    other roundings move activations to other integers."""
+    config = FAMILIES["qwen2"]
+    written = checkpoint(config, 1, tmp_path / "model", np.dtype(DTYPES[dtype]))
+    engine.open(written, dtype, quantization="jaxrl_int8")
+    found = engine.generate(PROMPTS)
+    alike, plain = (differences(config, precision + p, found) for p in (",blocks=int8", ""))
+    assert np.median(alike) < min(most, np.median(plain))
 
 
 def test_a_kernel_with_wrong_sums_is_known() -> None:

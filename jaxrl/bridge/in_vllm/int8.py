@@ -34,12 +34,12 @@ class Int8LinearMethod(UnquantizedLinearMethod):
             module_name=type(self).__name__,
         )
         packed.bias = layer.bias
-        if weight.dtype == torch.float32:
-            # With AMX, vLLM would choose a kernel that refuses activations in f32.
+        if weight.dtype == torch.bfloat16:
+            kernel.process_weights_after_loading(packed)
+        else:
+            # With AMX, vLLM would choose a kernel that has activations in bf16 alone.
             kernel.process_weights_for_onednn(packed)
             kernel.linear_method = kernel._apply_weights_onednn
-        else:
-            kernel.process_weights_after_loading(packed)
         self._packed = packed
         layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
