@@ -157,7 +157,8 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     """Computes the contribution of the hidden units `units` [F] of the experts `numbers` [e] to the
     mixture, in `accumulate`: [1, 1, B, T, D]. `own` are their parameters by name, see `_AXES`."""
     precision = context.precision
-    _check_whole_blocks(len(units), context)
+    settings = context.config.experts
+    _check_whole_blocks(len(units), settings.intermediate_size, kind=precision.blocks)
     *shape, chosen = experts.shape
     here = experts.reshape(-1) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
@@ -167,10 +168,14 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
     # The ragged product leaves the rows of other devices' experts undefined.
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    tokens = _sorted(x.reshape(-1, x.shape[-1]), order, places, precision.accumulate)
-    tokens = jnp.where(inside, tokens, 0)
+    has_all = len(numbers) == settings.count
+
+    def own_rows(x):
+        return x if has_all else jnp.where(inside, x, 0)
+
+    tokens = own_rows(_sorted(x.reshape(-1, x.shape[-1]), order, places, precision.accumulate))
     product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
-    rows = jnp.where(inside[:, 0], here[order], 0)  # the expert of each row
+    rows = own_rows(here[order][:, None])[:, 0]  # the expert of each row
 
     def project(x, name):
         x = blocks.operand(x, name, precision)
@@ -188,22 +193,21 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     else:
         named = (project(tokens, name) for name in ("expert_gate", "expert_up"))
         gate, up = (y.astype(precision.accumulate) for y in named)
-    hidden = gated_unit(gate, up, clamp=context.config.experts.clamp)
+    hidden = gated_unit(gate, up, clamp=settings.clamp)
     y = project(precision.rounded(hidden, "products"), "expert_down")
-    y = _of_tokens(jnp.where(inside, y, 0), order, places)
+    y = _of_tokens(own_rows(y), order, places)
     weights = weights.reshape(-1, chosen, 1)
-    parts = [y[i].astype(precision.accumulate) * weights[:, i] for i in range(chosen)]
-    y = _added(parts)
+    y = _added(y[i].astype(precision.accumulate) * weights[:, i] for i in range(chosen))
     return y.reshape(1, 1, *shape, x.shape[-1])
 
 
-def _check_whole_blocks(units: int, context: LayerContext) -> None:
-    """Checks that devices that share an expert's hidden units have whole blocks of them.
+def _check_whole_blocks(units: int, whole: int, *, kind: str) -> None:
+    """Checks that a device has whole blocks of eight bits among its `units` of an expert's `whole`
+    hidden units.
 
     Raises:
       ValueError: if a block of eight-bit numbers is cut, which would have another factor.
     """
-    whole, kind = context.config.experts.intermediate_size, context.precision.blocks
     if kind in ("e4m3", "rows") and units < whole and units % blocks.BLOCK:
         raise ValueError(
             f"blocks=e4m3, but each device has {units} of an expert's {whole} hidden units, which "
