@@ -69,11 +69,9 @@ def test_int8_is_that_of_compressed_tensors(
     assert engine.call("loaded_modules") == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision", "most"), [("float32", "fp32", 1e-5), ("float16", "fp16_master", 0.05)]
-)
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("float16", "fp16_master")])
 def test_int8_is_the_learners(
-    engine: ChildEngine, tmp_path: Path, dtype: str, precision: str, most: float
+    engine: ChildEngine, tmp_path: Path, dtype: str, precision: str
 ) -> None:
     """Also in the dtypes for which vLLM's kernel on tiles has no activations. In f16 the engine's
     other roundings move activations to other integers."""
@@ -82,7 +80,9 @@ def test_int8_is_the_learners(
     engine.open(written, dtype, quantization="jaxrl_int8")
     found = engine.generate(PROMPTS)
     alike, plain = (differences(config, precision + p, found) for p in (",blocks=int8", ""))
-    assert np.median(alike) < min(most, np.median(plain))
+    assert np.median(alike) < np.median(plain)
+    if dtype == "float32":
+        assert np.median(alike) < 1e-5 < 1e-3 < np.median(plain)
 
 
 def test_a_kernel_with_wrong_sums_is_known() -> None:
