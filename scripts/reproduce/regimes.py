@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from experiments.runs import markdown, spread
 from reproduce import phantom
+from reproduce.families import material_name
 from reproduce.grid import Entries, curve, early
 
 Keys = Mapping[str, object]
@@ -48,7 +49,7 @@ def compared(
             phantom.run_row(
                 material,
                 phantom.FAILURE,
-                run_dir=directory / f"{dtype}-{case.replace(',', '').replace(' ', '-')}-{seed}",
+                run_dir=directory / f"{dtype}-{material_name(case)}-{seed}",
                 seed=seed,
                 more={"precision": precision, **keys},
             )
