@@ -12,6 +12,7 @@ from jaxrl.service.wire import Batch
 _MOST_STEPS = 2000  # of a model, the newest
 _MOST_MODELS = 256  # those that stepped last
 _MEANS = ("mismatch/k3_kl", "mismatch/token_mult_error")
+_PARTS = ("probe/alpha", "probe/beta")  # of requests that ask for the shadow
 
 Curve = list[list[float]]
 """Steps and values."""
@@ -22,7 +23,7 @@ class _Pending(NamedTuple):
 
     tokens: int = 0
     loss: float = 0.0
-    means: Mapping[str, float] = {}  # times tokens
+    means: Mapping[str, tuple[int, float]] = {}  # tokens of requests with the metric, and its sum
 
 
 Row = tuple[int, dict[str, float]]
@@ -51,11 +52,10 @@ class History:
         with self._lock:
             of = self._of(model)
             before = of.pending
-            means = {
-                name: before.means.get(name, 0.0) + tokens * metrics[f"{name}:mean"]
-                for name in _MEANS
-                if f"{name}:mean" in metrics
-            }
+            means = dict(before.means)
+            for name, value in _means(metrics).items():
+                count, total = means.get(name, (0, 0.0))
+                means[name] = count + tokens, total + tokens * value
             loss = before.loss + metrics["loss:sum"]
             of.pending = _Pending(before.tokens + tokens, loss, means)
 
@@ -69,7 +69,7 @@ class History:
             row = {name: metrics[name] for name in ("grad_norm", "loss_scale") if name in metrics}
             if tokens := pending.tokens:
                 row |= {"loss": pending.loss / tokens, "tokens_per_second": tokens / seconds}
-                row |= {name: value / tokens for name, value in pending.means.items()}
+                row |= _joined({k: total / count for k, (count, total) in pending.means.items()})
             of.rows.append((of.count, row))
 
     def counts(self) -> dict[str, int]:
@@ -93,6 +93,27 @@ class History:
         if len(self._models) > _MOST_MODELS:
             del self._models[next(iter(self._models))]
         return of
+
+
+def _means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Selects the metrics of a request that are means over tokens; a standard deviation becomes a
+    mean square, so that those of several requests add up."""
+    found = {name: metrics[key] for name in _MEANS if (key := f"{name}:mean") in metrics}
+    for name in _PARTS:
+        if f"{name}:mean" in metrics:
+            mean, deviation = metrics[f"{name}:mean"], metrics[f"{name}_std:mean"]
+            found |= {name: mean, f"{name}_square": mean**2 + deviation**2}
+    return found
+
+
+def _joined(means: Mapping[str, float]) -> dict[str, float]:
+    """Turns mean squares back into standard deviations."""
+    found = dict(means)
+    for name in _PARTS:
+        if name in found:
+            variance = found.pop(f"{name}_square") - found.pop(name) ** 2
+            found[f"{name}_std"] = math.sqrt(max(0.0, variance))
+    return found
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Curve]:
