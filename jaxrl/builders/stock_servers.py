@@ -1,5 +1,6 @@
-"""vLLM servers without jaxrl's engine: recognised by what they answer, base and head checked."""
+"""vLLM servers without jaxrl's engine: recognised by their answers; base, dtype, head checked."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from jaxrl.builders.teacher import score_completions
 from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.core import (
     MinibatchShape,
+    Precision,
     Rollout,
     as_served,
     given_rollout,
@@ -42,6 +44,8 @@ _LEAST = 1e-6  # nats; f32 log-probs differ by 5e-5 at most, which gives 1e-9
 _SMALLEST_LOGIT = 2**-4  # the spacing of rounded logits is known above it
 _LOGPROB_ERROR = 4e-6  # nats, of a difference of two log-probs in f32
 _GAPS = 16  # that are needed to tell how the head computes
+# Two engines in f16 differ by .18 of what f16 and bf16 do if errors are independent.
+_NEARER = 0.4
 
 Client = Callable[[Sequence[str]], StockSampler]
 """Addresses of servers -> a client of them."""
@@ -72,13 +76,16 @@ def all_stock(servers: Sequence[VllmServer], *, adapters: bool) -> bool:
 
 def make_base_check(weights: WeightRoute, *, layout: Layout, client: Client) -> PublishBase:
     """Builds a function that takes the place of publishing the base weights: it compares the
-    servers' base models with the learner's, by log-probs of tokens that the servers sample, and
-    the dtype of their heads with `precision.logits`.
+    servers' base models and dtypes with the learner's, by log-probs of tokens that the servers
+    sample, and the dtype of their heads with `precision.logits`.
 
     Servers that pass are marked with the version. The function raises RefusedError if none passes;
     the message names the first that does not, with the divergence.
     """
-    score = _make_score(weights, layout=layout)
+    make = functools.partial(_make_score, weights, layout=layout)
+    score = make(weights.precision)
+    with_f32_head = functools.partial(dataclasses.replace, weights.precision, logits="f32")
+    f16, bf16 = (make(with_f32_head(sampler=dtype)) for dtype in (jnp.float16, jnp.bfloat16))
 
     def check(servers: Sequence[VllmServer], base: Params, version: int) -> None:
         failures = list[Exception]()
@@ -87,8 +94,15 @@ def make_base_check(weights: WeightRoute, *, layout: Layout, client: Client) -> 
             try:
                 server.serves(str(version))  # reads its name for the base model
                 with closing(client([server.url])) as sampler:
-                    _check_base(
-                        sampler, server, weights=weights, score=functools.partial(score, base)
+                    rollouts, theirs = _sample(sampler, server, weights=weights)
+                _check_base(score(base, rollouts), theirs, server=server, weights=weights)
+                if weights.precision.sampler.itemsize == 2:
+                    _check_dtype(
+                        theirs,
+                        f16=f16(base, rollouts),
+                        bf16=bf16(base, rollouts),
+                        server=server,
+                        wanted=weights.precision.sampler,
                     )
                 check_head(server, weights)
                 server.accept(str(version))
@@ -103,10 +117,11 @@ def make_base_check(weights: WeightRoute, *, layout: Layout, client: Client) -> 
 
 
 def _make_score(
-    weights: WeightRoute, *, layout: Layout
-) -> Callable[[Params, Sequence[Rollout]], Sequence[np.ndarray]]:
-    """Returns a function that scores completions with base weights in the sampler's dtypes."""
-    model, precision = weights.model._replace(temperature=1.0), weights.precision
+    weights: WeightRoute, precision: Precision, *, layout: Layout
+) -> Callable[[Params, Sequence[Rollout]], np.ndarray]:
+    """Returns a function that computes the log-probs of completions, f32[tokens], with base weights
+    in the sampler's dtypes."""
+    model = weights.model._replace(temperature=1.0)
     shardings = layout.constraints(model.specs)
     score = make_score(model, precision=sampler_precision(precision), param_shardings=shardings)
     compiled = jit(
@@ -119,20 +134,17 @@ def _make_score(
         packed=False,
         sharding=layout.batch(("batch", "length")),
     )
-    return lambda base, rollouts: score_completions(
-        rollouts, score=functools.partial(compiled, base), shape=shape
+    return lambda base, rollouts: np.concatenate(
+        score_completions(rollouts, score=functools.partial(compiled, base), shape=shape)
     )
 
 
-def _check_base(
-    sampler: StockSampler,
-    server: StockServer,
-    *,
-    weights: WeightRoute,
-    score: Callable[[Sequence[Rollout]], Sequence[np.ndarray]],
-) -> None:
+def _sample(
+    sampler: StockSampler, server: StockServer, *, weights: WeightRoute
+) -> tuple[list[Rollout], np.ndarray]:
+    """Samples completions, and returns the server's log-probs of all their tokens, f32[tokens]."""
     sampler.use_version(0, urls=[server.url], adapter=server.base)
-    sizes, precision = weights.model.config, weights.precision
+    sizes = weights.model.config
     prompts = np.random.default_rng(0).integers(0, sizes.vocab_size, (_PROMPTS, 1), np.int32)
     best = SamplingParams(max_tokens=1, temperature=0.5, top_k=1)
     (one,) = sampler.sample(list(prompts[:1]), best, group_size=1)
@@ -143,9 +155,15 @@ def _check_base(
         )
     plain = SamplingParams(max_tokens=min(_TOKENS, sizes.max_positions - 1))
     drawn = list(sampler.sample(list(prompts), plain, group_size=_GROUP))
-    own = score([given_rollout(prompts[c.prompt_index].tolist(), c.tokens.tolist()) for c in drawn])
-    theirs = np.concatenate([c.logprobs for c in drawn])
-    divergence = float(k3(jnp.asarray(np.concatenate(own) - theirs)).mean())
+    rollouts = [given_rollout(prompts[c.prompt_index].tolist(), c.tokens.tolist()) for c in drawn]
+    return rollouts, np.concatenate([c.logprobs for c in drawn])
+
+
+def _check_base(
+    own: np.ndarray, theirs: np.ndarray, *, server: StockServer, weights: WeightRoute
+) -> None:
+    precision = weights.precision
+    divergence = float(k3(jnp.asarray(own - theirs)).mean())
     rounding = _ROUNDINGS * float(jnp.finfo(precision.sampler).eps)
     most = max(_LEAST, rounding**2 / 2)
     if not divergence <= most:
@@ -156,6 +174,24 @@ def _check_base(
             f"and roundings explain at most {most:.2g}; serve that model with --dtype "
             f"{precision.sampler.name}"
         )
+
+
+def _check_dtype(
+    theirs: np.ndarray, *, f16: np.ndarray, bf16: np.ndarray, server: StockServer, wanted: np.dtype
+) -> None:
+    """Raises RefusedError if a server does not compute in `wanted`, f16 or bf16: one in bf16 is as
+    far from the learner in f16 as the learner in bf16 is, and any other one much nearer. Medians,
+    because a few tokens may have other experts."""
+    far, near = (float(np.median(np.abs(one - f16))) for one in (bf16, theirs))
+    if (near > _NEARER * far) == (wanted == jnp.bfloat16):
+        return
+    found = "float16 or float32" if wanted == jnp.bfloat16 else "bfloat16"
+    raise RefusedError(
+        f"{server.url} computes in {found} and the learner expects {wanted.name} "
+        f"(precision.sampler): the median difference from the learner's log-probs in float16 is "
+        f"{near:.2g} nats, that of bfloat16 {far:.2g}; start it with --dtype {wanted.name}, or "
+        "change precision"
+    )
 
 
 def check_head(server: StockServer, weights: WeightRoute) -> None:

@@ -20,7 +20,8 @@ from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import load_trained
 from jaxrl.builders.stock_servers import all_stock, check_head, make_base_check, rounds_logits
 from jaxrl.builders.weight_sync import WeightRoute
-from jaxrl.core.precision import parse, short_name
+from jaxrl.core.casts import cast
+from jaxrl.core.precision import Precision, parse, short_name
 from jaxrl.huggingface.checkpoint import Checkpoint
 from jaxrl.models import lora
 from jaxrl.models.model import decoder
@@ -31,6 +32,7 @@ from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.sampling.serving import (
     FP32,
+    MODEL,
     SERVED,
     Material,
     config,
@@ -309,3 +311,39 @@ def test_a_head_in_another_dtype_is_refused(
         with pytest.raises(RefusedError, match=remedies):
             check_head(stock, WeightRoute(decoder(SERVED), params, 0, other, checkpoint))
     assert rounds_logits([0.0] * 500 + [0.3] * 15, dtype=f32.sampler) is None
+
+
+class InProcess:
+    """Answers as a client of a server does that computes in the sampler's dtype of `precision`."""
+
+    def __init__(self, params, precision: Precision) -> None:
+        self._sampler = EmbeddedSampler(MODEL, params, precision=precision)
+        self.close = lambda: None
+
+    def use_version(self, version: int, *, urls: list[str], adapter: str) -> None:
+        assert (version, adapter) == (0, "base")
+
+    def sample(self, prompts, params: SamplingParams, *, group_size: int):
+        for one in self._sampler.sample(prompts, params, group_size=group_size):
+            yield one if params.top_k == 0 else one._replace(logprobs=0 * one.logprobs)
+
+
+def test_a_server_in_another_dtype_of_16_bits_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its divergence is within the bound of the learner's dtype, and an f32 head shows none."""
+    monkeypatch.setattr(StockServer, "models", lambda *_, **__: [{"id": "base", "parent": None}])
+    monkeypatch.setattr(StockServer, "logprob_gaps", lambda *_, **__: [])
+    directory, layout = tmp_path / "model", make_layout(config(tmp_path).mesh)
+    tiny.write_checkpoint(directory, config=SERVED)
+    params = lora.Adapted({}, cast(tiny.params(config=SERVED), parse("bf16").wire), 1.0)
+    precisions = [parse("bf16_master"), parse("fp16_master,wire=bf16")]
+    answering = [InProcess(params.frozen, precision) for precision in precisions]
+    for i, precision in enumerate(precisions):
+        route = WeightRoute(MODEL, params, 0, precision, Checkpoint(directory))
+        stock, clients = StockServer("http://127.0.0.1:1"), iter((answering[i], answering[1 - i]))
+        check = make_base_check(route, layout=layout, client=lambda _, found=clients: next(found))
+        check([stock], params.frozen, 0)
+        there, own = (precisions[j].sampler.name for j in (1 - i, i))
+        with pytest.raises(RefusedError, match=f"computes in {there}.* learner expects {own}"):
+            check([stock], params.frozen, 0)
