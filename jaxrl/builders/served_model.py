@@ -5,10 +5,12 @@ import functools
 import time
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.bridge import ControlError, VllmServer, headers, known_key
 from jaxrl.builders.reward_model import RewardModel
+from jaxrl.builders.served_head import rounds_logits, sampled_gaps
 from jaxrl.config.training import Config
 from jaxrl.core import Rollout
 from jaxrl.huggingface import Checkpoint
@@ -93,12 +95,13 @@ def connect_scorer(config: Config, policy: Checkpoint, *, key: str, url: str) ->
 
     Raises:
       ValueError: if the server takes too few tokens, decodes token ids other than the policy's
-        tokenizer does, or does not answer.
+        tokenizer does, rounds its logits to 16 bits where `logits` is f32, or does not answer.
     """
     c = config.sampler
     server = VllmServer(url, timeout=c.timeout, api_key=known_key())
     # vLLM draws a token after those that it scores.
     longest = _check_server(server, config, policy, key=key, needed=config.longest_sequence + 1)
+    _check_head(server, config, policy, key=key, longest=longest)
     return VllmScorer(
         [server.url],
         max_positions=longest,
@@ -107,6 +110,24 @@ def connect_scorer(config: Config, policy: Checkpoint, *, key: str, url: str) ->
         timeout=c.timeout,
         headers=headers(known_key()),
     )
+
+
+def _check_head(
+    server: VllmServer, config: Config, policy: Checkpoint, *, key: str, longest: int
+) -> None:
+    if config.precision.logits.itemsize == 2:
+        return
+    try:
+        name = server.models()[0]["id"]
+        gaps = sampled_gaps(server, policy.config, model=name, longest=longest)
+    except ControlError as error:
+        raise _silent(key, server.url, error) from None
+    if rounds_logits(gaps, dtype=jnp.float16):  # also true of bf16, which is coarser
+        raise ValueError(
+            f"{key} = {server.url!r} rounds its logits to 16 bits, and logits of precision are "
+            "f32; start it with `jaxrl serve MODEL`, or with --hf-overrides "
+            '\'{"head_dtype": "float32"}\', or give logits 16 bits in precision'
+        )
 
 
 def ask_scorer(client: VllmScorer, rollouts: Sequence[Rollout]) -> list[np.ndarray]:

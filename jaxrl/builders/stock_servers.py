@@ -17,6 +17,7 @@ from jaxrl.bridge import (
     UnavailableError,
     VllmServer,
 )
+from jaxrl.builders.served_head import rounds_logits, sampled_gaps
 from jaxrl.builders.teacher import score_completions
 from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.core import (
@@ -41,9 +42,6 @@ _ROW = 128  # tokens; kernels work in blocks of it
 # (docs/lora.md).
 _ROUNDINGS = 32
 _LEAST = 1e-6  # nats; f32 log-probs differ by 5e-5 at most, which gives 1e-9
-_SMALLEST_LOGIT = 2**-4  # the spacing of rounded logits is known above it
-_LOGPROB_ERROR = 4e-6  # nats, of a difference of two log-probs in f32
-_GAPS = 16  # that are needed to tell how the head computes
 # Two engines in f16 differ by .18 of what f16 and bf16 do if errors are independent.
 _NEARER = 0.4
 
@@ -204,9 +202,7 @@ def check_head(server: StockServer, weights: WeightRoute) -> None:
     precision, sizes = weights.precision, weights.model.config
     if precision.sampler == jnp.float32:
         return  # no other dtype is possible
-    prompts = np.random.default_rng(0).integers(0, sizes.vocab_size, (_PROMPTS, 1)).tolist()
-    tokens = min(_TOKENS, sizes.max_positions - 1)
-    gaps = server.logprob_gaps(prompts, tokens=tokens, n=_GROUP)
+    gaps = sampled_gaps(server, sizes, model=server.base, longest=sizes.max_positions)
     rounded = rounds_logits(gaps, dtype=precision.sampler)
     if rounded is None or rounded == (precision.logits == precision.sampler):
         return
@@ -219,26 +215,3 @@ def check_head(server: StockServer, weights: WeightRoute) -> None:
         f'\'{{"head_dtype": "{wanted.name}"}}\', or train with logits={short_name(served)} in '
         "precision"
     )
-
-
-def rounds_logits(gaps: Sequence[float], *, dtype: np.dtype) -> bool | None:
-    """Tells whether a head rounds its logits to `dtype`, from differences of logits of one
-    position, in nats; None if too few of them differ from 0.
-
-    Rounded logits above 1/16 are multiples of a power of two, and so are their differences. Other
-    differences are within the error of f32 log-probs of such a multiple by chance, 2 % of them
-    for bf16 and 13 % for f16. No model is needed to tell, and engines of any order of sums pass.
-
-    Example:
-      >>> rounds_logits([0.25, 3.34375, 0.78125, 1.015625] * 4, dtype=jnp.bfloat16)
-      True
-      >>> rounds_logits([0.2512, 3.3419, 0.7802, 1.0161] * 4, dtype=jnp.bfloat16)
-      False
-    """
-    given = np.asarray(gaps, np.float64)
-    given = given[given > 0]
-    if len(given) < _GAPS:
-        return None
-    spacing = _SMALLEST_LOGIT * float(jnp.finfo(dtype).eps)
-    off = np.abs(given - spacing * np.round(given / spacing))
-    return float((off < _LOGPROB_ERROR).mean()) > 0.5

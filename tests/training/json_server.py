@@ -47,3 +47,13 @@ def serving(handler: type[JsonHandler]) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+def sampled(body: Any, *, gap: float) -> Any:
+    """Answers a request to /v1/completions; each token's log-prob is `gap` below the largest."""
+    count = body["max_tokens"]
+    logprobs = {
+        "token_logprobs": [-1.0 - gap] * count,
+        "top_logprobs": [{"a": -1.0, "b": -1.0 - gap}] * count,
+    }
+    return {"choices": [{"logprobs": logprobs}] * body["n"]}

@@ -25,7 +25,7 @@ from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.run_config import run_config
 from tests.training import small_runs
-from tests.training.json_server import JsonHandler, serving
+from tests.training.json_server import JsonHandler, sampled, serving
 
 KEYS = {"loss.kl": 0.1, "train.train_batch": 4, "data.eval_path": "none"}
 PPO = {"loss.name": "ppo", "reward.kl": 0.01, "train.updates_per_rollout": 2}
@@ -105,6 +105,9 @@ class _Reference(JsonHandler):
     def post(self, body: Any) -> None:
         if self.path == "/detokenize":
             self.answer({"prompt": self.tokenizer.decode(body["tokens"])})
+            return
+        if self.path == "/v1/completions":
+            self.answer(sampled(body, gap=0.3))
             return
         assert self.path == "/inference/v1/generate"
         ids = body["token_ids"]

@@ -29,7 +29,7 @@ from jaxrl.models.model import decoder
 from jaxrl.tracking.tracker import read_metrics
 from tests import tiny
 from tests.run_config import run_config
-from tests.training.json_server import JsonHandler, serving
+from tests.training.json_server import JsonHandler, sampled, serving
 
 FP32 = PRESETS["fp32"]
 # Another architecture than the policy's, with its vocabulary.
@@ -107,12 +107,17 @@ def test_a_teachers_scores_survive_a_checkpoint():
 class _Teacher(JsonHandler):
     """Speaks the part of vLLM's protocol that a teacher needs; gives token t the log-prob -t."""
 
+    gap = 0.3  # between logits, in nats
+
     def get(self) -> None:
         self.answer({"data": [{"id": "m", "max_model_len": 17}]})
 
     def post(self, body: Any) -> None:
         if self.path == "/detokenize":
             self.answer({"prompt": " ".join(map(str, body["tokens"]))})
+            return
+        if self.path == "/v1/completions":
+            self.answer(sampled(body, gap=self.gap))
             return
         if self.path != "/inference/v1/generate":
             self.answer({"detail": "Not Found"}, status=404)
@@ -155,6 +160,20 @@ def test_served_teacher_scores_sampled_tokens(material, url):
     warm = config(material, **{"reward.model": url, "sampling.temperature": "0.5"})
     with pytest.raises(ValueError, match="vLLM scores given tokens only at a temperature of 1"):
         opened(warm, decode).__enter__()
+
+
+def test_a_teacher_that_rounds_its_logits_is_refused(material, url, monkeypatch):
+    """Differences of logits that are rounded to 16 bits are multiples of a power of two."""
+
+    def decode(ids, **_):
+        return " ".join(map(str, ids))
+
+    monkeypatch.setattr(_Teacher, "gap", 0.25 + 2**-11)
+    with pytest.raises(ValueError, match=r"reward\.model = .* rounds its logits .*head_dtype"):
+        opened(config(material, **{"reward.model": url}), decode).__enter__()
+    both = config(material, **{"reward.model": url, "precision": "bf16_master,logits=bf16"})
+    with opened(both, decode):
+        pass
 
 
 def test_equal_rewards_are_fine_with_teacher():

@@ -92,6 +92,22 @@ class ServerRoutes:
         """Lists the base model and the adapters as vLLM does: an adapter names its `parent`."""
         return self._call("GET", "/v1/models", timeout=PROBE_TIMEOUT if quickly else None)["data"]
 
+    def logprob_gaps(
+        self, prompts: Sequence[Sequence[int]], *, model: str, tokens: int, n: int
+    ) -> list[float]:
+        """Samples `n` completions of each prompt from a model of `models`. Returns for each token
+        the gap between its log-prob and that of the most probable token, in nats: a difference of
+        two logits of one position."""
+        asked = {"model": model, "n": n, "max_tokens": tokens, "temperature": 1.0}
+        gaps = list[float]()
+        for prompt in prompts:
+            body = asked | {"prompt": list(prompt), "logprobs": 1, "ignore_eos": True}
+            for choice in self._call("POST", "/v1/completions", body)["choices"]:
+                found = choice["logprobs"]
+                pairs = zip(found["top_logprobs"], found["token_logprobs"], strict=True)
+                gaps += [max(top.values()) - drawn for top, drawn in pairs]
+        return gaps
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids, by the server's tokenizer."""
         return self._call("POST", "/detokenize", {"tokens": list(tokens)})["prompt"]

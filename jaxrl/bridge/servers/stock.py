@@ -4,7 +4,6 @@ Any vLLM with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is one, als
 the base model that it was started with, belongs to no learner, and may serve several.
 """
 
-from collections.abc import Sequence
 from pathlib import PurePath
 
 from jaxrl.bridge.base import LearnerIdentity
@@ -60,20 +59,6 @@ class StockServer(VllmServer):
     def accept(self, label: str) -> None:
         """Records that the base model has passed the check `label`."""
         self._passed = label
-
-    def logprob_gaps(self, prompts: Sequence[Sequence[int]], *, tokens: int, n: int) -> list[float]:
-        """Samples `n` completions of each prompt from the base model, and returns for each of their
-        tokens the gap between its log-prob and that of the most probable token, in nats. The gap
-        is a difference of two logits of one position."""
-        asked = {"model": self._base, "n": n, "max_tokens": tokens, "temperature": 1.0}
-        gaps = list[float]()
-        for prompt in prompts:
-            body = asked | {"prompt": list(prompt), "logprobs": 1, "ignore_eos": True}
-            for choice in self._call("POST", "/v1/completions", body)["choices"]:
-                found = choice["logprobs"]
-                pairs = zip(found["top_logprobs"], found["token_logprobs"], strict=True)
-                gaps += [max(top.values()) - drawn for top, drawn in pairs]
-        return gaps
 
     def load_adapter(self, name: str, directory: PurePath) -> None:
         """Loads an adapter as `VllmServer.load_adapter` does."""
