@@ -25,7 +25,8 @@ def load_reward_model(config: Config, models: ModelFiles, *, layout: Layout) -> 
     layout = own_layout(config, "reward_mesh", shared=layout)
     model, params = load_scorer(config, models, layout=layout, output="scores")
     shardings = layout.constraints(model.specs)
-    scores = jit(make_scores(model, precision=config.precision, param_shardings=shardings))
+    scores = make_scores(model, precision=config.precision, param_shardings=shardings)
+    scores = jit(scores, sums=config.precision.sums)
     shape = minibatch_shape(config, layout)
     return functools.partial(score_rollouts, params=params, scores=scores, shape=shape)
 

@@ -62,11 +62,12 @@ def minibatch_shape(
     config: Config | SupervisedConfig, layout: Layout, **options: Any
 ) -> MinibatchShape:
     """Returns the shape of minibatches in a run's rows; `options` are more of its fields."""
+    fields: dict[str, Any] = {"align": sequence_alignment(config.precision)} | options
     return MinibatchShape(
         row_length=config.row_length,
         rows_per_microbatch=config.microbatch_rows,
         sharding=layout.batch(("batch", "length")),
-        **options,
+        **fields,
     )
 
 

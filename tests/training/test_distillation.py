@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from jaxrl import huggingface, train
-from jaxrl.builders.model import ModelFiles
+from jaxrl.builders.layout import make_layout
+from jaxrl.builders.model import ModelFiles, find_models
+from jaxrl.builders.reward_model import load_reward_model
 from jaxrl.builders.teacher import open_teacher, score_completions
 from jaxrl.config.training import Config
 from jaxrl.core.batch import from_json, given_rollout, to_json
@@ -73,6 +75,28 @@ def test_scores_are_independent_of_the_batch():
         np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
         assert (found[rollout.action_mask] < 0).all()
         assert not found[~rollout.action_mask].any()
+
+
+def test_with_fixed_sums_scores_have_the_bits_of_a_sequence_alone(material):
+    """Those of a teacher and of a reward model."""
+    scored = dataclasses.replace(CONFIG, scored=True)
+    params, source = tiny.params(2, config=scored), huggingface.Checkpoint(material / "policy")
+    params |= {"score": jax.random.normal(jax.random.key(0), params["score"].shape)}
+    huggingface.save(material / "scorer", params, scored, dtype=FP32.wire, source=source)
+    rollouts = tiny.rollouts(64, longest=64)
+    rows = {"train.row_length": "256", "train.microbatch_tokens": "1024"}
+    for name in ("teacher", "scorer"):
+        model = {"reward.model": material / name, "precision": "fp32,sums=fixed"}
+        made = config(material, **rows, **model)
+        given = {"layout": make_layout(made.mesh, precision=made.precision)}
+        if name == "scorer":
+            score = load_reward_model(made, find_models(made), **given)
+            whole, alone = score(rollouts), [score([one]) for one in rollouts]
+        else:
+            with open_teacher(made, find_models(made), hosts=Hosts(), **given) as score:
+                assert score is not None
+                whole, alone = np.concatenate(score(rollouts)), [score([r])[0] for r in rollouts]
+        np.testing.assert_array_equal(whole, np.concatenate(alone))
 
 
 def test_the_policy_approaches_its_teacher(material):
