@@ -43,7 +43,7 @@ def main() -> None:
         donate_argnums=0,
         out_shardings=(step.state_shardings, None),
     )
-    compiled = function.lower(step.state, step.minibatch).compile()
+    compiled = topology.compile(function.lower(step.state, step.minibatch))
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     if kept.hlo:
         kept.hlo.write_text(text, encoding="utf-8")

@@ -7,12 +7,11 @@ Qwen3-8B: values come and go in `activations`, the weight in `compute`. Needs li
 """
 
 import argparse
-from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxrl.commands.plan.topology import open_topology
+from jaxrl.commands.plan.topology import Topology, open_topology
 from jaxrl.core import Precision, jit
 from jaxrl.models.products import product
 from jaxrl.sharding import program_work
@@ -28,31 +27,32 @@ POLICIES = (
 )
 
 
-def cycles(precision: Precision, device: Any) -> float:
+def cycles(precision: Precision, topology: Topology) -> float:
     """Adds up the cycles that the compiler expects."""
 
     def function(x: jax.Array, weight: jax.Array) -> jax.Array:
         y = product(x, weight, contract=(1, 1), precision=precision)
         return y.astype(precision.activations)
 
+    device = topology.devices[0]
     place = SingleDeviceSharding(device)
     arrays = (((4096, 4096), precision.activations), ((12288, 4096), precision.compute))
     given = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in arrays]
-    compiled = jit(function, device=device).lower(*given).compile()
+    compiled = topology.compile(jit(function, device=device).lower(*given))
     return sum(one.cycles for one in program_work(compiled.as_text() or "", trips=()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("topologies", nargs="+", metavar="TOPOLOGY")
-    devices = {name: open_topology(name).devices[0] for name in parser.parse_args().topologies}
-    print("| policy |", " | ".join(devices), "|")
-    print("| --- |", " --- |" * len(devices))
+    chips = {name: open_topology(name) for name in parser.parse_args().topologies}
+    print("| policy |", " | ".join(chips), "|")
+    print("| --- |", " --- |" * len(chips))
     base: dict[str, float] = {}
     for text in POLICIES:
         cells = []
-        for name, device in devices.items():
-            found = cycles(Precision.parse(text), device)
+        for name, topology in chips.items():
+            found = cycles(Precision.parse(text), topology)
             cells.append(f"{found / base.setdefault(name, found):.2f}")
         print(f"| {text} |", " | ".join(cells), "|", flush=True)
 

@@ -10,6 +10,7 @@ from jaxrl.builders.layout import sampler_layout
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.resident import KVCache, on_one
 from jaxrl.commands.plan.step import PlannedStep
+from jaxrl.commands.plan.topology import Topology
 from jaxrl.core import sampler_precision
 from jaxrl.models import DecoderConfig, Specs
 from jaxrl.sampling import SamplingParams, decode_program
@@ -36,7 +37,7 @@ class Decoding:
         return self.weights + self.cache
 
 
-def plan_decoding(step: PlannedStep, cache: KVCache) -> Decoding:
+def plan_decoding(step: PlannedStep, cache: KVCache, *, topology: Topology) -> Decoding:
     """Compiles the embedded sampler's decoding with its largest cache, except for simulated devices
     of a CPU, where bytes say nothing about speed.
 
@@ -55,7 +56,7 @@ def plan_decoding(step: PlannedStep, cache: KVCache) -> Decoding:
     )
     if layout.mesh.devices.flat[0].platform == "cpu":
         return found
-    return _compiled(step, cache, layout=layout, found=found)
+    return _compiled(step, cache, layout=layout, topology=topology, found=found)
 
 
 def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
@@ -72,7 +73,9 @@ def read_weights(config: DecoderConfig, specs: Specs, *, rows: int) -> float:
     return total
 
 
-def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decoding) -> Decoding:
+def _compiled(
+    step: PlannedStep, cache: KVCache, *, layout: Layout, topology: Topology, found: Decoding
+) -> Decoding:
     config, precision = step.config, sampler_precision(step.config.precision)
     model = step.model._replace(local=layout.local)
     params = placed(models.abstract(model.specs, dtype=precision.compute), layout.tree(model.specs))
@@ -95,7 +98,7 @@ def _compiled(step: PlannedStep, cache: KVCache, *, layout: Layout, found: Decod
         record_experts=config.train.replay_routing and model.config.experts is not None,
     )
     try:
-        program = segment.lowered.compile()
+        program = topology.compile(segment.lowered)
     except RuntimeError as error:
         if (needed := needed_memory(str(error))) is None:
             raise

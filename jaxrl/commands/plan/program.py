@@ -64,7 +64,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
     config = step.config
     resident, decoding = resident_memory(step), None
     if resident.cache is not None:
-        decoding = plan_decoding(step, resident.cache)
+        decoding = plan_decoding(step, resident.cache, topology=topology)
         held = dataclasses.replace(resident.cache, decoding=decoding.temporary or 0.0)
         resident = dataclasses.replace(resident, cache=held)
     built = {
@@ -85,7 +85,7 @@ def compile_step(config: Config, topology: Topology) -> Program:
         out_shardings=(step.state_shardings, None),
     )
     try:
-        compiled = function.lower(step.state, step.minibatch).compile()
+        compiled = topology.compile(function.lower(step.state, step.minibatch))
     except RuntimeError as error:
         if "cuDNN" in str(error):
             raise ModuleNotFoundError(

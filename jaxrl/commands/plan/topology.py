@@ -5,10 +5,12 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxrl.commands.plan.chips import CHIPS, GPUS, Chip
 from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
@@ -23,6 +25,14 @@ class Topology:
     name: str  # the requested name, e.g. "v5p:4x4x4"
     chip: Chip  # the kind of chip; its memory is what programs can use
     devices: Sequence[Any]  # `jax.Device`s; described TPUs and GPUs cannot run programs
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a program for these devices. It goes past the compile cache if they are only
+        described, because without a chip its programs cannot be read back."""
+        if self.name.startswith("cpu:"):
+            return lowered.compile()
+        with _without_cache():
+            return lowered.compile()
 
 
 def open_topology(name: str) -> Topology:
@@ -58,9 +68,22 @@ def open_topology(name: str) -> Topology:
         )
     else:
         devices = _tpu_devices(name, kind, sizes)
-    # Without a chip a program from the compile cache cannot be read back.
-    jax.config.update("jax_enable_compilation_cache", False)
     return Topology(name=name, chip=chip, devices=devices)
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    _set_cache(False)
+    try:
+        yield
+    finally:
+        _set_cache(enabled)
+
+
+def _set_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    reset_cache()  # JAX remembers the setting of the first program
 
 
 def _tpu_devices(name: str, kind: str, sizes: Sequence[int]) -> Sequence[Any]:
