@@ -31,7 +31,9 @@ class Processes:
         self.hosts, self._orders = Hosts(), 0
         self._client: Any = None
         if self.hosts.count > 1:
-            from jax._src.distributed import global_state  # has no public name
+            # In jax 0.10 and 0.11 `jax.distributed` has no public name for the client of its
+            # coordination service, and `multihost_utils` has collectives alone.
+            from jax._src.distributed import global_state
 
             self._client = global_state.client
 
