@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.bridge import StockServer, VllmServer, given_key, headers, known_key
 from jaxrl.builders import servers
+from jaxrl.builders.gpu_memory import check_room
 from jaxrl.builders.layout import sampler_layout
 from jaxrl.builders.stock_servers import all_stock, make_base_check
 from jaxrl.builders.tpu_engine import open_tpu_engine
@@ -98,7 +99,7 @@ def open_sampler(
     Raises:
       ValueError, FileNotFoundError, ServerFailedError: as `starting_server`.
       ValueError: for `sampler.name = "vllm_tpu"` in a run of several processes, or as
-        `open_tpu_engine`.
+        `open_tpu_engine` or `check_room`.
       RefusedError: if a server computes in another dtype than `precision` says, or one without
         jaxrl's engine has another base model.
     """
@@ -155,6 +156,8 @@ def _open_client(
     with ExitStack() as stack:
         urls = config.url
         if not urls:
+            if layout.mesh.devices.flat[0].platform == "gpu":
+                check_room(config)
             starting = servers.starting_server(
                 config,
                 weights.checkpoint,

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,14 +84,6 @@ def gpu_devices(kind: str, *, hosts: int, each: int) -> Sequence[Any]:
         platform="cuda", topology=f"1x{hosts}x{each}", target_config=_target(device)
     )
     return described.devices
-
-
-def memory_fraction() -> float:
-    """Returns the part of a GPU's memory that jax takes when it starts."""
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        if found := os.environ.get(name):
-            return float(found)
-    return 0.75
 
 
 def _describe_to_cudnn(own: tuple[int, int]) -> None:

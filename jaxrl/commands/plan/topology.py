@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jaxrl.builders.gpu_memory import jax_share
 from jaxrl.commands.plan.chips import CHIPS, GPUS, Chip
-from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
+from jaxrl.commands.plan.gpu import gpu_devices
 
 _FORM = "expected v5p:4x4x4, v6e:4x4, h100:8 (h100:2x8 for two hosts) or cpu:8, or other sizes"
 
@@ -62,7 +63,7 @@ def open_topology(name: str) -> Topology:
         devices = gpu_devices(kind, hosts=math.prod(hosts), each=each)
         chip = dataclasses.replace(
             chip,
-            memory=chip.memory * memory_fraction(),
+            memory=chip.memory * jax_share(),
             # The data sheet has no rate between hosts.
             link_rate=None if hosts else chip.link_rate,
         )

@@ -3,8 +3,9 @@
 import jax
 import pytest
 
+from jaxrl.builders.gpu_memory import jax_share
 from jaxrl.commands.plan.chips import CHIPS, GPUS, TPUS, Chip, products
-from jaxrl.commands.plan.gpu import gpu_devices, memory_fraction
+from jaxrl.commands.plan.gpu import gpu_devices
 from jaxrl.commands.plan.kernels import is_splash, kernel_seconds
 from jaxrl.core.precision import PRESETS, PRODUCTS, check_products, parse
 from jaxrl.sharding import program_work
@@ -47,9 +48,9 @@ def test_unknown_rates():
 def test_jax_preallocates_part_of_gpu_memory(monkeypatch):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
-    assert memory_fraction() == 0.75
+    assert jax_share() == 0.75
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")
-    assert memory_fraction() == 0.92
+    assert jax_share() == 0.92
 
 
 def test_missing_compiler_error_names_the_package(monkeypatch):
