@@ -10,7 +10,7 @@ from jaxrl import huggingface, models
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import DType, Precision, short_name
+from jaxrl.core import DType, Hosts, Precision, short_name
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import DecoderConfig, Kernel, Model, Params, Specs, Wanted, decoder, lora
 from jaxrl.sharding import Layout, place
@@ -95,8 +95,8 @@ def load_model(
     """Loads a checkpoint, its parameters sharded by the layout.
 
     With `output` "tokens" it is a language model; with "scores" a reward model or a critic, which
-    may start from a language model. Raises as `huggingface.load`, and ValueError for a reward model
-    that should output tokens.
+    may start from a language model. Raises as `huggingface.load` and `check_same_files`, and
+    ValueError for a reward model that should output tokens.
     """
     config, scored = checkpoint.config, output == "scores"
     if scored:
@@ -105,12 +105,33 @@ def load_model(
         raise ValueError(
             f"{checkpoint.directory} is a reward model; a causal language model is required"
         )
+    check_same_files(checkpoint, Hosts())
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
     shardings: dict[str, Any] = traverse_util.flatten_dict(layout.tree(model.specs), sep="/")
     params = checkpoint.load(
         dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
     )
     return model, params
+
+
+def check_same_files(checkpoint: Checkpoint, hosts: Hosts) -> None:
+    """Checks that all processes of a run read the same model; all must call it.
+
+    Raises:
+      ValueError: on every process, if their files differ. It names the first process that differs
+        from process 0, and the first file.
+    """
+    if hosts.count == 1:
+        return
+    (_, ours), *others = hosts.gather((checkpoint.directory, checkpoint.fingerprint()))
+    for process, (directory, theirs) in enumerate(others, start=1):
+        if ours != theirs:
+            names = sorted(ours.keys() | theirs.keys())
+            name = next(name for name in names if ours.get(name) != theirs.get(name))
+            raise ValueError(
+                f"processes 0 and {process} read different models: {name} is another one in "
+                f"{directory} of process {process}; copy one of them to all hosts"
+            )
 
 
 def check_token_ids(reader: Checkpoint, policy: Checkpoint, *, key: str) -> None:

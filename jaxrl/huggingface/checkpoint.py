@@ -20,7 +20,8 @@ from jaxrl.data.ends import turn_end
 from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.config.file import read_config
 from jaxrl.huggingface.config.quantization import Block, quant_method, read_block
-from jaxrl.huggingface.files import named, read_parameter
+from jaxrl.huggingface.files import named, read_index, read_parameter, weight_files
+from jaxrl.huggingface.fingerprint import fingerprint
 from jaxrl.huggingface.tensors.names import checked_tensors
 from jaxrl.huggingface.tokenizer import load_tokenizer, read_end_ids
 from jaxrl.models import spec
@@ -104,6 +105,12 @@ class Checkpoint:
             if name in ("bfloat16", "float16"):
                 return jnp.dtype(name)
         return None
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns digests of config.json and of the files of weights, as `fingerprint`; raises as
+        `read_index`."""
+        weights = weight_files(self.directory, read_index(self.directory))
+        return fingerprint([self.directory / "config.json", *weights])
 
     def load(
         self,

@@ -225,11 +225,30 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Stor
     Raises:
       FileNotFoundError, ValueError: also for an index that contradicts the files.
     """
+    weight_map = read_index(directory)
+    tensors = open_tensors(weight_files(directory, weight_map), stack)
+    for name in weight_map:
+        if name not in tensors:
+            raise ValueError(f"{directory / INDEX} names tensor {name!r}, which no file contains")
+    return tensors
+
+
+def weight_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    """Lists the files of weights that a `read_index` names, or model.safetensors if it is empty."""
+    return [directory / name for name in sorted(set(weight_map.values())) or [SINGLE]]
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Returns the name of each tensor's file in the index; {} if there is only model.safetensors.
+
+    Raises:
+      ValueError: for an index that contradicts the files, or pickled weights alone.
+    """
     single, index = directory / SINGLE, directory / INDEX
     if not index.exists():
         if not single.exists():
             refuse_pickles(directory)
-        return open_tensors([single], stack)
+        return {}
     raw = read_object(index)
     with named(index):
         weight_map = validated(_Index, raw).weight_map
@@ -245,11 +264,7 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Stor
             f"{directory} has both {SINGLE} and {INDEX}, which names other files; transformers "
             "reads the first and vLLM the second; delete the one that is out of date"
         )
-    tensors = open_tensors([directory / name for name in names], stack)
-    for name in weight_map:
-        if name not in tensors:
-            raise ValueError(f"{index} names tensor {name!r}, which no file contains")
-    return tensors
+    return weight_map
 
 
 def refuse_pickles(directory: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import numpy as np
 import pytest
 from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 
+from jaxrl import huggingface
 from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher
+from jaxrl.builders.model import check_same_files
 from jaxrl.config.hosts import HostsConfig
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
@@ -69,6 +72,7 @@ def whole(hosts: Hosts) -> None:
     assert not cut["layers"]["q"].is_fully_addressable
     jax.tree.map(np.testing.assert_array_equal, fetch(cut), params)
     _exchanged(hosts, cut, model.specs)
+    _compared(hosts)
     print("whole", flush=True)
     while True:  # until one of them is stopped
         hosts.share(0)
@@ -88,6 +92,20 @@ def _exchanged(hosts: Hosts, cut: Params, specs: Specs) -> None:
         assert sum(held) <= 3 * largest, held
         assert max(held, default=0) <= largest / jax.local_device_count(), held
     assert found == (wanted if hosts.leads else {})
+
+
+def _compared(hosts: Hosts) -> None:
+    """Process 2 reads another model than the others, of the same shapes."""
+    said = r"0 and 2 read different models: model\.safetensors is another one in .*/other-2 of"
+    for name, expected in (
+        ("same", nullcontext()),
+        ("other", pytest.raises(ValueError, match=said)),
+    ):
+        directory = DIRECTORY / f"{name}-{hosts.index}"
+        params = tiny.params(int(hosts.index == 2 and name == "other"))
+        huggingface.save(directory, params, tiny.CONFIG, dtype=PRESETS["fp32"].wire)
+        with expected:
+            check_same_files(huggingface.Checkpoint(directory), hosts)
 
 
 def _sizes(dtype: Any) -> list[int]:
