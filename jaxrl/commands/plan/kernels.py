@@ -50,17 +50,19 @@ def kernel_seconds(work: Work, *, kind: str) -> float:
 
 def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> float:
     """Estimates the seconds of a call of splash attention, from the shapes of the arrays that it
-    reads; the largest are the queries, [H, rows * T, head_dim]. The first is a list of blocks,
-    [1, queries, keys]: in one direction of all rows, in the other of one."""
-    arrays = [shape for shape in shapes if len(shape) == 3]
-    heads, tokens, _ = max(arrays, key=math.prod)
+    reads: lists of blocks [1, queries, keys], of all rows in one direction and of one in the other,
+    then queries [H, rows * T, head_dim] and keys [K, rows * S, head_dim]. T is less than S where
+    devices divide the rows: the last one, which sees the most blocks, is counted."""
+    listed, *arrays = (shape for shape in shapes if len(shape) == 3)
+    (heads, queries, _), (_, keys, _), *_ = (shape for shape in arrays if shape != listed)
     forward, dq, dkv, fused = _BUNDLES[kind]
     name = _splash_name(one)
     bundles = dq if "_dq" in name else dkv if "dkv" in name else forward
-    rows = max(1, max(arrays[0]) // min(arrays[0][1:]))
-    gradients = one.shape.count(f"{tokens},") if "dkv" in name else 0
-    if gradients > 2 and re.search(rf"\[\d+,{heads},{tokens},", one.shape):
+    rows = keys / listed[2] / queries * listed[1]  # if the lists are of the queries of all rows
+    rows = max(1.0, 1 / rows if "dkv" in name else rows)
+    gradients = one.shape.count(f"{queries},") if "dkv" in name else 0
+    if gradients > 2 and re.search(rf"\[\d+,{heads},{queries},", one.shape):
         bundles, rows = fused, 1
-    blocks = tokens / rows / _BLOCK
-    blocks = heads * rows * blocks * (blocks + 1) / 2
+    seen, of_keys = queries / rows / _BLOCK, keys / rows / _BLOCK
+    blocks = heads * rows * seen * (of_keys - (seen - 1) / 2)
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)

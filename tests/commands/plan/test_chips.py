@@ -69,17 +69,18 @@ SPLASH = """
   ROOT %y = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} bitcast(%x)
 }
 
-ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], seen: s8[1,8,8], wide: s8[1,8,4], seen_of_two: s8[1,16,8]) -> bf16[32,4096,128] {
+ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], keys: bf16[8,8192,128], seen: s8[1,8,8], wide: s8[1,8,4], seen_of_two: s8[1,16,8]) -> bf16[32,4096,128] {
   %q = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %k = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(1)
   %two = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} parameter(2)
   %seen = s8[1,8,8]{2,1,0:T(8,128)(4,1)} parameter(3)
   %wide = s8[1,8,4]{2,1,0:T(8,128)(4,1)} parameter(4)
   %seen_of_two = s8[1,16,8]{2,1,0:T(8,128)(4,1)} parameter(5)
+  %keys = bf16[8,8192,128]{2,1,0:T(8,128)(2,1)} parameter(6)
   %tpu_custom_call.1 = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="pallas_call"}
   %q_ref = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kLoop, calls=%reshaped, metadata={op_name="splash_mha_fwd_segmented/pallas_call/squeeze"}
   %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
-  %splash_mha_fwd_segmented.2 = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen_of_two, %two, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_fwd_segmented.2 = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen_of_two, %two, %keys, %keys), custom_call_target="tpu_custom_call"
   %splash_mha_dkv_segmented.1 = (bf16[4,32,4096,128]{3,2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%wide, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   ROOT %out = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kOutput, calls=%reshaped
@@ -101,6 +102,19 @@ def test_only_kernels_have_a_kernels_time():
     assert apart / forward == pytest.approx(1409 / 981)
     multiplies = work["tpu_custom_call.1"]._replace(flops=1e15)
     assert kernel_seconds(multiplies, kind="v6e") == 1e15 / 918e12
+
+
+@pytest.mark.parametrize("name", ["splash_mha_fwd_segmented.1", "splash_mha_dkv_segmented.2"])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (1, 4), (2, 4), (2, 1)])
+def test_splash_takes_the_blocks_of_the_last_device(name, rows, parts):
+    """The last of `parts` devices has the end of each row's queries, and all keys."""
+    (work,) = (one for one in program_work(SPLASH, trips=()) if one.instruction.name == name)
+    whole, own = 8, 8 // parts  # blocks of a row's keys, and of its queries on a device
+    lists = (1, own, rows * whole) if "dkv" in name else (1, rows * own, whole)
+    queries, keys = ((n, rows * blocks * 512, 128) for n, blocks in ((32, own), (8, whole)))
+    found = kernel_seconds(work._replace(shapes=(lists, lists, queries, keys, keys)), kind="v6e")
+    seen = sum(j <= i for i in range(whole - own, whole) for j in range(whole))
+    assert found / kernel_seconds(work, kind="v6e") == pytest.approx(rows * seen / 36)
 
 
 def _order(name: str) -> tuple[bool, str]:
