@@ -149,7 +149,8 @@ def _arranged(y, layer, table, name, axis, *, context):
     if config.qk_norm == "head" and name != "v":
         arrays["weight"] = context.norm_weight(layer[f"{name}_norm"])
         axes["weight"] = ("head_dim",)
-    settings = Settings(config.head_dim, config.rms_norm_eps, context.precision)
+    factor = context.key_factor if name == "k" else 1.0
+    settings = Settings(config.head_dim, config.rms_norm_eps, context.precision, factor)
 
     def on_device(*given: jax.Array) -> jax.Array:
         own = dict(zip(arrays, given, strict=True))

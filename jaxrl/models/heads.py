@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     size: int  # of a head
     eps: float
     precision: Precision
+    factor: float = 1.0  # of the result, which is rounded before and after
     interpret: bool = False
 
 
@@ -32,7 +33,8 @@ def arrange(
     y: jax.Array, table: RopeTable | None, weight: jax.Array | None, settings: Settings
 ) -> jax.Array:
     """Divides projections [B, T, H * hd] by heads, applies the norm and the rope of queries and
-    keys, and returns [B, T, H, hd], all in `activations`. It lies in memory as [H, B, T, hd].
+    keys, then `factor`, and returns [B, T, H, hd], all in `activations`. It lies in memory as
+    [H, B, T, hd].
 
     Args:
       y: in `activations`.
@@ -74,6 +76,9 @@ def plain(
         y = rms_norm(y, weight, eps=settings.eps, precision=precision)
     if table is not None:
         y = apply_rope(y, table, precision=precision)
+    if settings.factor != 1:
+        wide = y.astype(precision.accumulate) * settings.factor
+        y = wide.astype(precision.activations)
     return y
 
 
@@ -87,6 +92,7 @@ def _forward_kernel(*refs, names, heads, settings):
         if "cos" in of:
             wide = x.astype(jnp.float32)
             x = (wide * of["cos"][0] + _turned(wide) * of["sin"][0]).astype(x.dtype)
+        x = _scaled(x, settings)
         of["out"][h, 0] = x
 
 
@@ -94,7 +100,7 @@ def _backward_kernel(*refs, names, heads, settings):
     of = dict(zip(names, refs, strict=True))
     total = jnp.zeros(of["dout"].shape[2:], jnp.float32)
     for h in range(heads):
-        g = of["dout"][h, 0]
+        g = _scaled(of["dout"][h, 0], settings)
         if "cos" in of:
             wide = g.astype(jnp.float32)
             g = (wide * of["cos"][0] + _turned(wide * of["sin"][0])).astype(g.dtype)
@@ -112,6 +118,12 @@ def _backward_kernel(*refs, names, heads, settings):
 
 def _columns(head: int, settings: Settings) -> slice:
     return slice(head * settings.size, (head + 1) * settings.size)
+
+
+def _scaled(x: jax.Array, settings: Settings) -> jax.Array:
+    if settings.factor == 1:
+        return x
+    return (x.astype(jnp.float32) * settings.factor).astype(x.dtype)
 
 
 def _inverse(x: jax.Array, settings: Settings) -> jax.Array:

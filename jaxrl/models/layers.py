@@ -124,6 +124,7 @@ class LayerContext(NamedTuple):
     constrain: Constrain = identity  # constrains the sharding of activations
     local: Local = undivided  # runs experts and kernels on the devices that hold their parts
     by_heads: bool = False  # queries, keys and values are made by `heads.arrange`
+    key_factor: float = 1.0  # part of the factor of the scores that keys are multiplied by
     on_gpu: bool = False  # forms that XLA for GPUs passes over memory for once
     # By matrix of the layer: the sum over devices of its gradient, where XLA's is slower.
     gradients: Mapping[str, GradientSum] = MappingProxyType({})
@@ -154,8 +155,8 @@ class LayerContext(NamedTuple):
         return {rope: rope_table(positions, rope=rope, **settings) for rope in ropes}
 
     def scoring(self, group: Group, layer: Layer) -> Scoring:
-        """Returns the scores of a layer of a group."""
-        scale, cap = self.config.score_scale, self.config.score_cap
+        """Returns the scores of a layer of a group, for keys times `key_factor`."""
+        scale, cap = self.config.score_scale / self.key_factor, self.config.score_cap
         return Scoring(group.kind.window, scale, cap, layer.get("sinks"))
 
     def enter(self, embedded: jax.Array) -> jax.Array:

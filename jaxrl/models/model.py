@@ -13,6 +13,7 @@ from jaxrl.core.precision import Precision
 from jaxrl.core.runs import Runs
 from jaxrl.models.attention.blocks import KEPT, Attend, attention
 from jaxrl.models.attention.cudnn import keeping
+from jaxrl.models.attention.kernels import rounds_scaled_keys
 from jaxrl.models.attention.visible import Tree
 from jaxrl.models.block import block
 from jaxrl.models.components import Group
@@ -199,13 +200,7 @@ class _Decoder(NamedTuple):
         config.check_blocks(precision.blocks)
         _check_undivided(layout, precision)
         seen = segments if seen_until is None else Tree(seen_until, positions)
-        context = LayerContext(config, precision)
-        if layout is not None:
-            platform = layout.mesh.devices.flat[0].platform
-            # Of one token XLA computes what a kernel of many does, in another order.
-            on_gpu = platform == "gpu" and precision.sums == "any"
-            kernels = {"by_heads": platform == "tpu", "on_gpu": on_gpu}
-            context = LayerContext(config, precision, layout.constrain, layout.local, **kernels)
+        context = self.context(seen, tokens.shape[1], precision)
         tables = context.rope_tables(positions)
         gathers = layout is not None and layout.mesh.size > 1
         # A loop over layers has XLA for GPUs copy weights and results, a seventh of a step's time.
@@ -256,6 +251,27 @@ class _Decoder(NamedTuple):
         )
         x = context.norm(x, params["final_norm"])
         return context.constrain(x, ("batch", "length", "embed")), in_order(kept)
+
+    def context(self, seen: Any, length: int, precision: Precision) -> LayerContext:
+        """Returns the settings of the layers for rows of `length` tokens on the layout's devices,
+        and of these segments or `Tree`."""
+        config, layout = self.config, self.layout
+        if layout is None:
+            return LayerContext(config, precision)
+        platform = layout.mesh.devices.flat[0].platform
+        inside, scaled = precision.inside("softmax"), False
+        if platform == "tpu" and config.latent is None:
+            scaled = rounds_scaled_keys(self.attend, seen, length, inside)
+        return LayerContext(
+            config,
+            precision,
+            layout.constrain,
+            layout.local,
+            by_heads=platform == "tpu",
+            key_factor=config.score_scale if scaled else 1.0,
+            # Of one token XLA computes what a kernel of many does, in another order.
+            on_gpu=platform == "gpu" and precision.sums == "any",
+        )
 
 
 def _gradients(

@@ -16,7 +16,9 @@ from jaxrl.models.rope import Rope, rope_table
 BATCH, LENGTH, HEADS, SIZE = 2, 256, 3, 128
 
 
-def results(*, normed, turned, interpret, precision="bf16_master", share=1.0, made_by=arrange):
+def results(
+    *, normed, turned, interpret, precision="bf16_master", share=1.0, factor=1.0, made_by=arrange
+):
     precision, rng = parse(precision), np.random.default_rng(0)
     dtype = precision.activations
     y = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS * SIZE)), dtype)
@@ -25,7 +27,7 @@ def results(*, normed, turned, interpret, precision="bf16_master", share=1.0, ma
     positions = jnp.asarray(np.tile(np.arange(LENGTH) % 100, (BATCH, 1)))
     rope = Rope(share=share)
     table = rope_table(positions, rope=rope, head_dim=SIZE, precision=precision)
-    settings = Settings(SIZE, 1e-6, precision, interpret)
+    settings = Settings(SIZE, 1e-6, precision, factor, interpret)
 
     @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def both(y, weight):
@@ -47,7 +49,7 @@ def plain(monkeypatch, **form):
 @pytest.mark.parametrize(
     "form",
     [
-        {"normed": True, "turned": True},
+        {"normed": True, "turned": True, "factor": SIZE**-0.5},
         {"normed": False, "turned": True},
         {"normed": False, "turned": False},
     ],

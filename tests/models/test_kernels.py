@@ -159,6 +159,24 @@ def test_splash_attention_with_one_kernel_for_all_gradients(sizes, monkeypatch):
     assert_equal(results(attend, 256, 128), expected(256, 128))
 
 
+def test_keys_that_a_decoder_multiplies_have_the_bits_of_those_that_splash_multiplies():
+    attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
+    (q, k, v, dout), segments = inputs(128, 128, 128, 1)
+    q, k, v, dout = (x.astype(jnp.bfloat16) for x in (q, k, v, dout))
+
+    def results(factor):
+        def call(q, k, v):
+            k = (k.astype(jnp.float32) * factor).astype(k.dtype)
+            scoring = Scoring(None, SCALE / factor)
+            return attend(q, k, v, segments, scoring=scoring, precision=parse("bf16_master"))
+
+        out, backward = jax.vjp(call, q, k, v)
+        return out, *backward(dout)
+
+    for a, b in zip(results(SCALE), results(1.0), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     "sizes", [{}, {"data": 2, "context": 2, "tensor": 2}, {"data": 2, "context": 2}]
 )
@@ -297,6 +315,22 @@ def kernels_there(device, monkeypatch, *, precision="bf16_master", length=1024, 
 
 CPU, TPU = Device("cpu"), Device("tpu")
 A100, H100 = Device("gpu", "8.0"), Device("gpu", "9.0")
+
+
+def test_only_splash_rounds_keys_times_the_factor_of_the_scores(monkeypatch):
+    there = kernels_there(TPU, monkeypatch).keywords
+    here = {"layout": there["layout"], "config": there["config"]}
+    segments = jnp.ones((1, 1024), jnp.int32)
+
+    def rounds(attend, rows=segments, precision="bf16_master"):
+        return kernels.rounds_scaled_keys(attend, rows, 1024, parse(precision))
+
+    auto = kernels.attend_by("auto", **here)
+    assert rounds(auto)
+    assert not rounds(auto, Tree(segments, segments))
+    assert not rounds(auto, precision="fp32")
+    assert not rounds(kernels.attend_by("xla", **here))
+    assert not rounds(attention)
 
 
 @pytest.mark.parametrize(

@@ -104,17 +104,34 @@ def _no_cudnn(device: Any, config: DecoderConfig, precision: Precision) -> str |
 def attend_by(wanted: Wanted, *, layout: Layout, config: DecoderConfig) -> Attend:
     """Builds attention for a decoder on the layout's mesh; the kernel is chosen at each call. The
     result raises as `choose_kernel` and `by_kernel`."""
+    return _Chosen(wanted, layout, config)
 
-    def chosen(q, k, v, segments, *, scoring, precision, runs=None):
+
+class _Chosen(NamedTuple):
+    wanted: Wanted
+    layout: Layout
+    config: DecoderConfig
+
+    def kernel(self, segments: jax.Array | Tree, length: int, precision: Precision) -> Kernel:
+        """Chooses the kernel for rows of `length` tokens."""
         kernel = choose_kernel(
-            wanted, layout=layout, config=config, precision=precision, length=q.shape[1]
+            self.wanted, layout=self.layout, config=self.config, precision=precision, length=length
         )
-        if isinstance(segments, Tree) and unshared_reason(kernel) is not None:
-            kernel = "xla"  # packing followed the kernel of the learner's dtypes, not of these
-        on_mesh = by_kernel(kernel, layout=layout)
+        # Packing followed the kernel of the learner's dtypes, not of these.
+        unshared = isinstance(segments, Tree) and unshared_reason(kernel) is not None
+        return "xla" if unshared else kernel
+
+    def __call__(self, q, k, v, segments, *, scoring, precision, runs=None):
+        on_mesh = by_kernel(self.kernel(segments, q.shape[1], precision), layout=self.layout)
         return on_mesh(q, k, v, segments, scoring=scoring, precision=precision, runs=runs)
 
-    return chosen
+
+def rounds_scaled_keys(
+    attend: Attend, segments: jax.Array | Tree, length: int, precision: Precision
+) -> bool:
+    """Tells if attention multiplies keys by the factor of the scores and rounds them: splash."""
+    chosen = isinstance(attend, _Chosen)
+    return chosen and attend.kernel(segments, length, precision) == "splash"
 
 
 def reserves_by_run(kernel: Kernel, layout: Layout) -> bool:

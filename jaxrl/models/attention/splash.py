@@ -97,8 +97,9 @@ def attend(
 
     # The kernel does not scale, so that keys are rounded once more than in `blocks.attention`. They
     # have fewer heads than queries.
-    scaled = k.astype(precision.accumulate) * scoring.scale
-    arrays = [_padded(x.astype(precision.compute)) for x in (q, scaled, v)]
+    if scoring.scale != 1:
+        k = k.astype(precision.accumulate) * scoring.scale
+    arrays = [_padded(x.astype(precision.compute)) for x in (q, k, v)]
     of_keys = segments if part is None else part.segments
 
     def some(rows: slice) -> jax.Array:
