@@ -1,6 +1,5 @@
 """Loads models from the checkpoint that a config names."""
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,11 +28,22 @@ class ModelFiles(NamedTuple):
 
 def find_models(config: Config) -> ModelFiles:
     """Returns the checkpoints that a config names, without reading them."""
-    opened = functools.cache(Checkpoint)
-    policy, scorer = config.model.path, None
+    policy, scorer = find_trained(config), None
+    known = {config.model.path: policy}
+
+    def opened(path: str) -> Checkpoint:
+        return known.setdefault(path, Checkpoint(path))
+
     if config.reward.model is not None and not config.reward.model_url:
         scorer = opened(config.reward.model)
-    return ModelFiles(opened(policy), scorer, opened(config.critic.path or policy))
+    return ModelFiles(policy, scorer, opened(config.critic.path or config.model.path))
+
+
+def find_trained(config: Config | SupervisedConfig) -> Checkpoint:
+    """Returns the checkpoint that the trained language model starts from, without reading it. An
+    adapter of the output layer unties it from the embedding."""
+    untied = config.lora.rank > 0 and lora.adapts_head(config.lora.targets)
+    return Checkpoint(config.model.path, untied=untied)
 
 
 def make_decoder(

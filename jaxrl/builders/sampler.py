@@ -98,12 +98,19 @@ def open_sampler(
 
     Raises:
       ValueError, FileNotFoundError, ServerFailedError: as `starting_server`.
-      ValueError: for `sampler.name = "vllm_tpu"` in a run of several processes, or as
+      ValueError: for servers of a model whose output layer an adapter unties from the embedding,
+        for `sampler.name = "vllm_tpu"` in a run of several processes, or as
         `open_tpu_engine` or `check_room`.
       RefusedError: if a server computes in another dtype than `precision` says, or one without
         jaxrl's engine has another base model.
     """
     hosts = hosts or Hosts()
+    if config.name != "embedded" and weights.checkpoint.unties:
+        raise ValueError(
+            f"lora.targets names lm_head, but {weights.checkpoint.directory} has one matrix for "
+            f"embedding and output layer, and so has a server; set sampler.name = 'embedded', or "
+            "leave lm_head out"
+        )
     if config.name == "embedded":
         serving = _embedded(config, weights, layout=layout, needs=needs)
         if hosts.count > 1:

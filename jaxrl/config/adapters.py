@@ -18,8 +18,8 @@ class AdaptersConfig(Section):
     """The adapters' product is scaled by alpha / rank."""
 
     targets: Annotated[Texts, Field(min_length=1)] = ("*_proj",)
-    """Modules that get an adapter, as patterns with * and ?: `q_proj`, or `*_proj` for all matrices
-    of the layers except those of experts."""
+    """Modules that get an adapter, as patterns with * and ?: `q_proj`, `lm_head` (the output
+    layer), or `*_proj` for all matrices of the layers except those of experts."""
 
     path: str | None = None
     """Directory of adapters in PEFT's format to start from; new adapters if absent."""

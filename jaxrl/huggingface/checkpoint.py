@@ -37,8 +37,10 @@ class Checkpoint:
     """A model in a directory of the Hugging Face format. Everything is read on demand, config.json
     and the tokenizer only once. The saved states of a run are `jaxrl.learner.Checkpoints`."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, *, untied: bool = False) -> None:
+        """Names a model. With `untied`, one whose output layer is its embedding gets an output
+        layer of its own, with the same numbers."""
+        self.directory, self._untied = Path(directory), untied
 
     @cached_property
     def content(self) -> dict[str, Any]:
@@ -47,11 +49,21 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> DecoderConfig:
-        """The decoder that config.json describes.
+        """The decoder that config.json describes, with an output layer of its own if it is to be
+        untied.
 
         Raises:
           ValueError: as `read_config` and `from_hf_config`; the message names the file.
         """
+        return dataclasses.replace(self._stored, tied=False) if self.unties else self._stored
+
+    @property
+    def unties(self) -> bool:
+        """True if the model differs from the stored one in its output layer."""
+        return self._untied and self._stored.tied
+
+    @cached_property
+    def _stored(self) -> DecoderConfig:
         content = self.content
         with named(self.directory / "config.json"):
             return convert.from_hf_config(content)
@@ -123,8 +135,11 @@ class Checkpoint:
         config = self.config
         named_as_read = dataclasses.replace(config, scored=True) if scored else config
         values: dict[str, Any] = {}
-        with checked_tensors(self.directory, config, block=self.block) as tensors:
-            for path, one in spec.flatten(param_specs(named_as_read)).items():
+        with checked_tensors(self.directory, self._stored, block=self.block) as tensors:
+            flat = spec.flatten(param_specs(named_as_read))
+            if self.unties and not scored:
+                flat["head"] = flat["head"]._replace(name=flat["embed"].name)
+            for path, one in flat.items():
                 if path == "score" and not config.scored:
                     value = np.zeros(one.shape, dtype or np.float32)
                 else:

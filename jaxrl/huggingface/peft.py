@@ -1,6 +1,7 @@
 """Adapter directories in the format of the PEFT library."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
+_COPIED = re.compile(r"(embed_tokens|lm_head\.base_layer)\.weight$")
 # Variants of LoRA that compute something else from the same tensors.
 _VARIANTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config")
 # Beginnings of values of `init_lora_weights` for which PEFT also changes the base, at each load.
@@ -80,8 +82,8 @@ def save_adapter(
 
 def _whole_modules(specs: Adapted) -> list[str]:
     """Lists the modules that are trained whole: the head of a scorer."""
-    names = (one.name for one in spec.flatten(specs.adapters).values() if not one.stacked)
-    return [name.split(".")[-2] for name in names]
+    names = (one.name for one in spec.flatten(specs.adapters).values())
+    return [name.split(".")[-2] for name in names if ".lora_" not in name]
 
 
 def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:
@@ -127,6 +129,11 @@ def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Para
     names = {name for one in flat.values() for name in one.hf_names()}
     with contextlib.ExitStack() as stack:
         tensors = open_tensors([stored], stack)
+        if copied := sorted(name for name in tensors if _COPIED.search(name)):
+            raise ValueError(
+                f"{stored} holds {copied[0]}, a matrix of the base, which PEFT adds to adapters of "
+                "lm_head; write it again with save_pretrained(..., save_embedding_layers=False)"
+            )
         if odd := sorted(names ^ tensors.keys()):
             raise ValueError(
                 f"{stored}: the tensors do not match lora.targets: {', '.join(odd[:5])}"

@@ -1,6 +1,7 @@
 """Writing of Hugging Face checkpoint directories, bit for bit, driven by the `ParamSpec`s."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +40,8 @@ def save(
 
     Args:
       directory: created if it does not exist; earlier weights in it are replaced.
-      params: the decoder's parameters, on any devices; fetched one by one.
+      params: the decoder's parameters, on any devices; fetched one by one. With a "head" beside a
+        tied embedding, which `lora.merge` makes, the checkpoint has an output layer of its own.
       config: the decoder's.
       dtype: dtype to cast tensors to.
       source: checkpoint whose tokenizer, generation files, unused tensors
@@ -55,6 +57,8 @@ def save(
         wrapped and `source` does not have it, or if `source` has unused tensors and is in
         `directory` itself.
     """
+    if config.tied and "head" in params:
+        config = dataclasses.replace(config, tied=False)
     save_tensors(
         directory,
         _tensors(params, spec.flatten(param_specs(config)), dtype=dtype),

@@ -22,13 +22,12 @@ from .head_chunks import Chunk as Chunk, position_chunks as position_chunks
 from .latent import check_form as check_form
 from .linear_attention import NOT_SHARED as NOT_SHARED
 from .logprobs import (
-    Head as Head,
     token_logprobs as token_logprobs,
     token_logprobs_and_entropy as token_logprobs_and_entropy,
-    whole_logits as whole_logits,
 )
 from .model import Model as Model, decoder as decoder
 from .nnx import NnxConfig as NnxConfig, from_nnx as from_nnx
+from .output_layer import Head as Head, whole_logits as whole_logits
 from .parameters import param_specs as param_specs
 from .products import product as product
 from .rope import (

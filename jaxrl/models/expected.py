@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxrl.core.kept import among, decode
 from jaxrl.core.precision import Precision
-from jaxrl.models.logprobs import Head, whole_logits
+from jaxrl.models.output_layer import Head, whole_logits
 from jaxrl.models.slots import predicted
 
 _POSITIONS = 64  # of a row at once; logits exist for no others

@@ -10,7 +10,7 @@ padding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -22,29 +22,14 @@ from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.kept import Kept, among
 from jaxrl.core.precision import DType, Precision
 from jaxrl.models import head_kernel
-from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
+from jaxrl.models.attention.scores import soft_cap_slope
 from jaxrl.models.head_chunks import DEFAULT_CHUNK, Chunk, chunk_sizes, vocab_chunks
-from jaxrl.models.products import matmul, product, rounded_sum, summed_in, transposed_product
+from jaxrl.models.output_layer import Head, beside, rounded_logits, tempered
+from jaxrl.models.products import product, rounded_sum, summed_in, transposed_product
 from jaxrl.models.row_parts import Rows
 from jaxrl.models.slots import Allowed, SlotChunk, chunk_of, make_slots, predicted, put, take
 
 _GROUPED = ("batch", "chunk", "vocab", "embed")  # of the head's gradient, if rows have parts
-
-
-class Head(NamedTuple):
-    """The output layer."""
-
-    weights: jax.Array  # [V, D], tied to the embedding or not
-    cap: float | None = None  # soft cap of the logits, see `scores.soft_cap`
-    temperature: float | jax.Array = 1.0  # divides the capped logits; no gradient flows to it
-    # Where there are parts, the gradient of the weights is summed in each over all chunks, and over
-    # devices once, at the price of a whole f32[V, D].
-    rows: Rows = Rows()
-
-
-def rounded_logits(products: jax.Array, head: Head, *, precision: Precision) -> jax.Array:
-    """Caps products of hidden states and weights, and rounds them to `logits`."""
-    return soft_cap(products, head.cap).astype(precision.logits)
 
 
 def token_logprobs(
@@ -60,7 +45,8 @@ def token_logprobs(
     """Computes the log-probability of each token given the tokens before it.
 
     Args:
-      hidden: activations[B, T, D] after the final norm; position t - 1 scores token t.
+      hidden: activations[B, T, D] after the final norm; position t - 1 scores token t. With an
+        adapter of the head [B, T, D + rank], see `Head`.
       head: weights compute[V, D], cap and temperature of the logits.
       tokens: i32[B, T].
       mask: bool[B, T], the tokens to score. The row with the most of them sets the cost.
@@ -99,26 +85,6 @@ def token_logprobs_and_entropy(
     """
     plan = _plan(tokens.shape, head, precision=precision, chunk=chunk, entropy=True)
     return _token_scores(hidden, head, tokens, mask, plan, kept)
-
-
-def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Divides logits by a temperature, with the same rounding in the learner and the sampler.
-
-    XLA divides by a constant differently than by a variable, and may fuse the product with a later
-    sum. The maximum with the lowest number prevents the fusion and changes nothing.
-    """
-    lowest = jnp.finfo(logits.dtype).min
-    return jnp.maximum(logits * (1 / temperature), lowest)
-
-
-def whole_logits(hidden: jax.Array, head: Head, *, precision: Precision | str) -> jax.Array:
-    """Computes tempered logits of the whole vocabulary from hidden states after the final norm,
-    [..., D] -> [..., V], in `logits` or f32, the wider of the two. Few positions at a time fit."""
-    precision = Precision.of(precision)
-    wide = dataclasses.replace(precision, activations=precision.accumulate)
-    z = rounded_logits(matmul(hidden, head.weights, precision=wide), head, precision=precision)
-    stats = jnp.promote_types(precision.logits, jnp.float32)
-    return tempered(z.astype(stats), jnp.asarray(head.temperature, stats))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,18 +186,18 @@ def _token_scores(
     slots = make_slots(
         tokens, scored, positions=plan.positions, kept=kept, vocab_size=plan.vocab_size
     )
-    found = _scores(plan, hidden, head.weights, slots, temperature)
+    found = _scores(plan, hidden, head.weights, head.adapter, slots, temperature)
     return jax.tree.map(rows.join, found) if rows.per_row > 1 else found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(plan, hidden, unembedding, slots, temperature):
-    return _scores_forward(plan, hidden, unembedding, slots, temperature)[0]
+def _scores(plan, hidden, unembedding, adapter, slots, temperature):
+    return _scores_forward(plan, hidden, unembedding, adapter, slots, temperature)[0]
 
 
-def _scores_forward(plan, hidden, unembedding, slots, temperature):
+def _scores_forward(plan, hidden, unembedding, adapter, slots, temperature):
     """Returns (log-probs, entropy) and the residuals of the backward pass."""
-    weights = _interleave(plan, unembedding)
+    weights = _interleave(plan, beside(unembedding, adapter))
     sizes = plan.sizes
 
     def per_chunk(i, filled):
@@ -275,7 +241,7 @@ def _scores_forward(plan, hidden, unembedding, slots, temperature):
         values = values.astype(plan.precision.logits).astype(plan.stats)
         return jnp.where(slots.scored, jnp.take_along_axis(values, slots.slot, axis=1), 0)
 
-    residuals = (hidden, unembedding, slots, temperature, normaliser, entropy)
+    residuals = (hidden, unembedding, adapter, slots, temperature, normaliser, entropy)
     return (spread(logprobs), spread(entropy)), residuals
 
 
@@ -298,8 +264,9 @@ def _add_in_one_pass(z: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _scores_backward(plan, residuals, cotangents):
-    hidden, unembedding, slots, temperature, normaliser, entropy = residuals
-    weights = _interleave(plan, unembedding)
+    hidden, unembedding, adapter, slots, temperature, normaliser, entropy = residuals
+    weights = _interleave(plan, beside(unembedding, adapter))
+    frozen = 0 if adapter is None else unembedding.shape[1]
     columns = jnp.arange(plan.chunk_size) * plan.vocab_chunks
     parts, constrain, sizes = plan.rows.parts, plan.rows.constrain, plan.sizes
     used = jnp.arange(slots.entry.shape[1])[None, :] < slots.count[:, None]
@@ -332,13 +299,14 @@ def _scores_backward(plan, residuals, cotangents):
 
         def per_vocab_chunk(j, gradients):
             d_h, d_weights = gradients
+            inputs = h[:, frozen:]
             given = (h, weights[0], target, temperature, slopes)
             d_z = lax.platform_dependent(*given, **kernel, default=lambda *_: by_products(j))
             d_h = d_h + product(d_z, weights[j], contract=(1, 0), precision=plan.precision)
             if parts == 1:
-                d_w = transposed_product(d_z, h, precision=plan.precision)
+                d_w = transposed_product(d_z, inputs, precision=plan.precision)
                 return d_h, d_weights.at[j].add(d_w)
-            groups = (x.reshape(parts, -1, x.shape[1]) for x in (d_z, h))
+            groups = (x.reshape(parts, -1, x.shape[1]) for x in (d_z, inputs))
             d_w = transposed_product(*groups, batch=(0,), precision=plan.precision)
             return d_h, constrain(d_weights.at[:, j].add(d_w), _GROUPED)
 
@@ -346,12 +314,10 @@ def _scores_backward(plan, residuals, cotangents):
         d_h, d_weights = lax.fori_loop(0, plan.vocab_chunks, per_vocab_chunk, start)
         return put(d_hidden, d_h, i), d_weights
 
-    start = (
-        jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype),
-        constrain(jnp.zeros((parts, *weights.shape), plan.precision.accumulate), _GROUPED)
-        if parts > 1
-        else jnp.zeros(weights.shape, plan.precision.accumulate),
-    )
+    empty = jnp.zeros_like(weights[:, :, frozen:], plan.precision.accumulate)
+    if parts > 1:
+        empty = constrain(jnp.broadcast_to(empty, (parts, *empty.shape)), _GROUPED)
+    start = jnp.zeros((*slots.entry.shape, hidden.shape[2]), hidden.dtype), empty
     d_hidden, d_weights = lax.fori_loop(0, slots.trips, per_chunk, start)
     if parts > 1:
         d_weights = d_weights.astype(summed_in(plan.precision))
@@ -364,8 +330,9 @@ def _scores_backward(plan, residuals, cotangents):
     d_hidden = jnp.where(scored, jnp.take_along_axis(d_hidden, slot, axis=1), 0)
     d_weights = _restore(plan, d_weights)
     round_to = rounded_sum if parts > 1 else jnp.astype
-    d_unembedding = round_to(d_weights, unembedding.dtype)
-    return d_hidden, d_unembedding, None, jnp.zeros_like(temperature)
+    d_weights = round_to(d_weights, unembedding.dtype)
+    both = (d_weights, None) if adapter is None else (jnp.zeros_like(unembedding), d_weights)
+    return d_hidden, *both, None, jnp.zeros_like(temperature)
 
 
 _scores.defvjp(_scores_forward, _scores_backward)

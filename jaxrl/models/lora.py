@@ -1,8 +1,9 @@
 """Low-rank adapters (arXiv:2106.09685): a second pytree beside frozen parameters.
 
-A matrix W of the layers becomes W + alpha / rank * B A. A [rank, in] and B [out, rank] are trained,
-W is frozen. The head of a reward model is new, so it is trained whole, beside the adapters.
-`Adapted` can replace parameters anywhere; the functions below accept both.
+A matrix W of the layers, or of the output layer, becomes W + alpha / rank * B A. A [rank, in] and
+B [out, rank] are trained, W is frozen. Where the output layer is tied to the embedding, an adapter
+changes the output layer alone. The head of a reward model is new, so it is trained whole, beside
+the adapters. `Adapted` can replace parameters anywhere; the functions below accept both.
 """
 
 import fnmatch
@@ -22,14 +23,18 @@ from jaxrl.models.products import product
 from jaxrl.models.spec import Params, ParamSpec, Specs
 
 _MODULE = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # not routers, convolutions and norms
-_HEAD = "score"  # of a scorer
+_SCORE = "score"  # the head of a scorer
+_HEAD = "head"
+OUTPUT_LAYER = "lm_head"
+"""PEFT's name of the output layer among `lora.targets`."""
 
 
 @struct.dataclass
 class Adapted:
     """Frozen parameters and trained adapters; also their specs, shapes or shardings."""
 
-    # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}, by group; with a scorer's head
+    # {"layers": {"q_a": [L, rank, in], "q_b": [L, out, rank], ...}}, by group, "head_a" [rank, in]
+    # and "head_b" [out, rank]; with a scorer's head
     adapters: Any
     frozen: Any  # as the decoder declares them
     alpha: float = struct.field(pytree_node=False)
@@ -52,8 +57,8 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
     Args:
       specs: the decoder's.
       rank: rank of every adapter.
-      targets: patterns of module names with * and ?, such as "q_proj" or "*_proj". Experts cannot
-        be adapted.
+      targets: patterns of module names with * and ?, such as "q_proj", "*_proj" or "lm_head", the
+        output layer. Experts cannot be adapted.
 
     Raises:
       ValueError: if a pattern matches no matrix; the message lists the modules.
@@ -63,6 +68,9 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
         for path, one in spec.flatten(specs).items()
         if one.stacked == 1 and len(one.shape) == 3 and _MODULE.search(one.name)
     }
+    if _SCORE not in specs:
+        head = specs.get(_HEAD, specs["embed"])._replace(name=f"{OUTPUT_LAYER}.weight")
+        modules[_HEAD] = head, OUTPUT_LAYER
     for target in targets:
         if not any(fnmatch.fnmatchcase(module, target) for _, module in modules.values()):
             known = ", ".join(dict.fromkeys(module for _, module in modules.values()))
@@ -71,24 +79,28 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
     for path, (one, module) in modules.items():
         if not any(fnmatch.fnmatchcase(module, target) for target in targets):
             continue
-        count, outputs, inputs = one.shape
-        name = path.rpartition("/")[2]
+        (*count, outputs, inputs), (*layers, out, into) = one.shape, one.axes
         prefix = f"base_model.model.{one.name.removesuffix('.weight')}"
         adapters[f"{path}_a"] = one._replace(
-            shape=(count, rank, inputs),
-            axes=("layers", *axes_of(f"{name}_a", {name: one})),
+            shape=(*count, rank, inputs),
+            axes=(*layers, "rank", into),
             name=f"{prefix}.lora_A.weight",
             scale=(3 * inputs) ** -0.5,  # the variance of PEFT's uniform distribution
         )
         adapters[f"{path}_b"] = one._replace(
-            shape=(count, outputs, rank),
-            axes=("layers", *axes_of(f"{name}_b", {name: one})),
+            shape=(*count, outputs, rank),
+            axes=(*layers, out, "rank"),
             name=f"{prefix}.lora_B.weight",
             scale=0.0,
         )
-    if _HEAD in specs:
-        adapters[_HEAD] = specs[_HEAD]._replace(name=f"base_model.model.{specs[_HEAD].name}")
+    if _SCORE in specs:
+        adapters[_SCORE] = specs[_SCORE]._replace(name=f"base_model.model.{specs[_SCORE].name}")
     return traverse_util.unflatten_dict(adapters, sep="/")
+
+
+def adapts_head(targets: Sequence[str]) -> bool:
+    """Tells whether patterns of module names include the output layer."""
+    return any(fnmatch.fnmatchcase(OUTPUT_LAYER, target) for target in targets)
 
 
 def axes_of(name: str, specs: Mapping[str, ParamSpec]) -> tuple[str, ...]:
@@ -126,9 +138,9 @@ def declared(specs: Any) -> Any:
 
 def with_head(adapters: Params, base: Params) -> Params:
     """Initialises a scorer's trained head with the base's; other adapters are unchanged."""
-    if _HEAD not in adapters:
+    if _SCORE not in adapters:
         return adapters
-    return adapters | {_HEAD: base[_HEAD].astype(adapters[_HEAD].dtype)}
+    return adapters | {_SCORE: base[_SCORE].astype(adapters[_SCORE].dtype)}
 
 
 def trainable(params: Any) -> Any:
@@ -155,6 +167,19 @@ def attach(params: Any) -> Params:
     return declared(Adapted(scaled(params), params.frozen, params.alpha))
 
 
+def output_layer(params: Params) -> jax.Array:
+    """Returns the matrix of the output layer, [V, D], without its adapter."""
+    return params.get(_HEAD, params["embed"])
+
+
+def head_adapter(params: Any) -> jax.Array | None:
+    """Returns B of the output layer's adapter, [V, rank], with the scale folded in; None without
+    one."""
+    if isinstance(params, Adapted):
+        params = scaled(params)
+    return params.get(f"{_HEAD}_b")
+
+
 def scaled(params: Adapted) -> Params:
     """Returns the adapters with the scale folded into B."""
 
@@ -167,7 +192,8 @@ def scaled(params: Adapted) -> Params:
 
 
 def stacked(several: Sequence[Params]) -> Params:
-    """Stacks S `scaled` adapters of one base behind the layers: A [L, S, R, in], B [L, S, out, R].
+    """Stacks S `scaled` adapters of one base behind the layers: A [L, S, R, in], B [L, S, out, R];
+    those of the output layer [S, R, in] and [S, out, R].
 
     R is the same for all of `several`, a power of two of at least 16: smaller ranks end with zeros,
     and a matrix that one of them does not adapt has zeros. `layers.OWN` then chooses a row's own.
@@ -175,31 +201,31 @@ def stacked(several: Sequence[Params]) -> Params:
     flat: list[Any] = [traverse_util.flatten_dict(one) for one in several]
     whole = {path: x for one in flat for path, x in one.items()}
 
-    def rank(path: tuple[str, ...], x: jax.Array) -> int:
-        return x.shape[1 if path[-1].endswith("_a") else 2]
+    def ranked(path: tuple[str, ...]) -> int:
+        """Returns the axis of the rank, counted from the end."""
+        return -2 if path[-1].endswith("_a") else -1
 
-    most = max((rank(path, x) for one in flat for path, x in one.items()), default=1)
+    most = max((x.shape[ranked(path)] for one in flat for path, x in one.items()), default=1)
     room = count_bucket(most, multiple=16)
 
     def stack(path: tuple[str, ...]) -> jax.Array:
-        axis = 1 if path[-1].endswith("_a") else 2
+        like, axis = whole[path], whole[path].ndim + ranked(path)
 
         def part(x: jax.Array | None) -> jax.Array:
             if x is None:
-                shape = list(whole[path].shape)
-                shape[axis] = room
-                return jnp.zeros(shape, whole[path].dtype)
+                return jnp.zeros((*like.shape[:axis], room, *like.shape[axis + 1 :]), like.dtype)
             more = room - x.shape[axis]
             return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
 
-        return jnp.stack([part(one.get(path)) for one in flat], axis=1)
+        return jnp.stack([part(one.get(path)) for one in flat], axis=like.ndim - 2)
 
     return traverse_util.unflatten_dict({path: stack(path) for path in whole})
 
 
 def merge(params: Any) -> Params:
     """Folds adapters into plain parameters: W + alpha / rank * B A, added in f32 and rounded to W's
-    dtype. A trained head keeps its own dtype."""
+    dtype. A scorer's head keeps its own dtype. Where the output layer is tied, its adapter makes a
+    "head" beside the embedding."""
     return _merge(params) if isinstance(params, Adapted) else params
 
 
@@ -238,8 +264,12 @@ def _merge(params: Adapted) -> Params:
         # Layer by layer: the f32 copies of a whole stack would be twice the bf16 model.
         return frozen | {name: lax.map(one, of_name) for name, of_name in parts.items()}
 
+    a, b = (params.adapters.get(f"{_HEAD}_{part}") for part in "ab")
     changed = {
         name: group(params.frozen[name], own) if isinstance(own, dict) else own
         for name, own in params.adapters.items()
+        if own is not a and own is not b
     }
+    if a is not None:
+        changed[_HEAD] = one((output_layer(params.frozen), a, b))
     return {**params.frozen, **changed}

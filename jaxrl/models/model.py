@@ -31,10 +31,10 @@ from jaxrl.models.layers import (
     undivided,
 )
 from jaxrl.models.linear_attention import NOT_SHARED, recur_rows
-from jaxrl.models.logprobs import Head
-from jaxrl.models.lora import attach, axes_of, frozen, trainable
+from jaxrl.models.lora import attach, axes_of, frozen, head_adapter, output_layer, trainable
+from jaxrl.models.output_layer import Head
 from jaxrl.models.parameters import param_specs
-from jaxrl.models.products import OUTPUT
+from jaxrl.models.products import OUTPUT, matmul
 from jaxrl.models.row_parts import Rows
 from jaxrl.models.spec import Params, Specs
 from jaxrl.sharding.gradients import GradientSum
@@ -60,7 +60,8 @@ class Hidden(Protocol):
         `tokens`, `positions` (within the segment) and `segments` (0: padding) are i32[B, T]. Rows
         whose sequences share prefixes also need `seen_until`, see `visible.Tree`; `runs` is that of
         `TokenBatch`. The caller casts `params` to `precision.compute` once per step; other dtypes
-        are cast here. `params` may be `lora.Adapted`.
+        are cast here. `params` may be `lora.Adapted`. With an adapter of the output layer the
+        result is [B, T, D + rank], see `Head`.
         """
         ...
 
@@ -92,6 +93,7 @@ class Model(NamedTuple):
     temperature: float = 1.0
     gather: Constrain = identity
     rows: Rows = Rows()
+    head_adapter: Callable[[Params], jax.Array | None] = lambda _: None  # see `Head.adapter`
 
     def hidden_of(
         self, params: Params, batch: TokenBatch, *, precision: Precision | str
@@ -109,13 +111,16 @@ class Model(NamedTuple):
 
     def head(self, params: Params) -> Head:
         """Returns the output layer of a language model."""
-        return Head(self.unembedding(params), self.config.logit_cap, self.temperature)
+        head = Head(self.unembedding(params), self.config.logit_cap, self.temperature)
+        return head._replace(adapter=self.head_adapter(params))
 
     def gathered_head(self, params: Params) -> Head:
         """Returns `head` as the learner uses it: gathered once for all chunks of positions."""
         head = self.head(params)
-        weights = self.gather(head.weights, ("vocab", "embed"))
-        return head._replace(weights=weights, rows=self.rows)
+        weights, adapter = self.gather(head.weights, ("vocab", "embed")), head.adapter
+        if adapter is not None:
+            adapter = self.gather(adapter, ("vocab", "rank"))
+        return head._replace(weights=weights, rows=self.rows, adapter=adapter)
 
     def __hash__(self) -> int:  # the specs are a dict and follow from the config
         return hash((self.config, self.hidden))
@@ -175,10 +180,10 @@ def decoder(
     def unembedding(params):
         if config.scored:
             return trainable(params)["score"]
-        return frozen(params)["embed" if config.tied else "head"]
+        return output_layer(frozen(params))
 
     routed = None if config.experts is None else hidden_routed
-    found = Model(config, own.specs, hidden, unembedding, routed)
+    found = Model(config, own.specs, hidden, unembedding, routed, head_adapter=head_adapter)
     if layout is None:
         return found
     return found._replace(local=layout.local, gather=layout.gather, rows=Rows(layout))
@@ -250,7 +255,11 @@ class _Decoder(NamedTuple):
             unroll=unroll,
         )
         x = context.norm(x, params["final_norm"])
-        return context.constrain(x, ("batch", "length", "embed")), in_order(kept)
+        x = context.constrain(x, ("batch", "length", "embed"))
+        if "head_a" in params:
+            more = matmul(x, params["head_a"], precision=precision)
+            x = jnp.concatenate([x, more], axis=-1)
+        return x, in_order(kept)
 
     def context(self, seen: Any, length: int, precision: Precision) -> LayerContext:
         """Returns the settings of the layers for rows of `length` tokens on the layout's devices,

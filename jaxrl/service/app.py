@@ -158,15 +158,15 @@ async def _create_model(service: Service, owner: str, request: Request) -> Respo
     config = asked.lora_config or types.LoraConfig(rank=0)
     if config.rank < 0:
         raise RefusedError(f"rank = {config.rank}: it must be at least 1; {_FULL}")
+    parts = (config.train_attn, config.train_mlp, config.train_unembed)
+    if config.rank and not any(parts):
+        raise RefusedError("nothing is trained; set train_attn, train_mlp or train_unembed")
+    kind = Kind(config.rank, *(part or not config.rank for part in parts))
     content = {
-        "rank": config.rank,
-        "attention": config.train_attn or not config.rank,
-        "mlp": config.train_mlp or not config.rank,
+        **kind._asdict(),
         "seed": service.seed if config.seed is None else config.seed % 2**31,
         "user_metadata": asked.user_metadata,
     }
-    if config.rank and not (content["attention"] or content["mlp"]):
-        raise RefusedError("train_unembed alone is not supported; add train_attn or train_mlp")
     model = f"{asked.session_id}:train:{asked.model_seq_id}"
     body = asked.model_dump_json().encode()
     return await _new_model(service, owner, model, content, kind="create", body=body)
@@ -209,7 +209,7 @@ async def _load_weights(service: Service, owner: str, request: Request) -> Respo
     def check() -> None:
         asked = types.LoadWeightsRequest.model_validate(content)
         row, own = _loadable(service, owner, asked), service.engine.kind(model)
-        if (kind := Kind(row["rank"], row["attention"], row["mlp"])) != own:
+        if (kind := Kind.of(row)) != own:
             raise RefusedError(f"{asked.path} holds {kind}, and {model} {own}")
 
     given = {"seq": content.get("seq_id"), "body": await request.body()}
@@ -222,8 +222,8 @@ async def _new_from_weights(service: Service, owner: str, given: dict[str, Any])
     owned(service, "sessions", key=asked.session_id, owner=owner)
     if asked.base_model is not None:
         _check_base(service, asked.base_model)
-    content = {key: row[key] for key in ("rank", "attention", "mlp", "seed")}
-    content["user_metadata"] = asked.user_metadata
+    kind = Kind.of(row)._asdict()
+    content = {**kind, "seed": row["seed"], "user_metadata": asked.user_metadata}
     model = f"{asked.session_id}:train:{asked.model_seq_id}"
     body = asked.model_dump_json().encode()
     return await _new_model(service, owner, model, content, kind="load", body=body)

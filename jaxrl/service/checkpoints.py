@@ -88,8 +88,7 @@ class Checkpoints:
     def saved(self, path: str) -> Saved:
         """Returns a checkpoint's files; raises RefusedError if there is none."""
         row = self.find(path)
-        kind = Kind(row["rank"], row["attention"], row["mlp"])
-        return Saved(path, kind, Stamp.of(self._files.checkpoint(path)))
+        return Saved(path, Kind.of(row), Stamp.of(self._files.checkpoint(path)))
 
     def expire(self) -> None:
         """Deletes checkpoints whose time is over."""

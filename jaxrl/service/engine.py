@@ -94,7 +94,7 @@ class Engine:
         """Returns what a model trains."""
         if model not in self._kinds:
             content = json.loads(self.store.model(model)["content"])
-            self._kinds[model] = Kind(content["rank"], content["attention"], content["mlp"])
+            self._kinds[model] = Kind.of(content)
         return self._kinds[model]
 
     def _together(self, model: str) -> Any:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from tinker import types
 
 from jaxrl.service.files import divided
+from jaxrl.service.pool import Kind
 from jaxrl.service.requests import check_ttl
 from jaxrl.service.routing import MissingError, Service, owned, read_object, reply, route
 from jaxrl.service.wire import RefusedError
@@ -193,7 +194,7 @@ async def _weights_info(service: Service, owner: str, request: Request) -> Respo
             base_model=service.name,
             is_lora=row["rank"] > 0,
             lora_rank=row["rank"] or None,
-            train_unembed=not row["rank"],
+            train_unembed=Kind.of(row).unembed,
             train_mlp=row["mlp"],
             train_attn=row["attention"],
         )

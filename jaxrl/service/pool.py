@@ -10,23 +10,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.core import (
-    Precision,
-    as_served,
-    cast,
-    count_bucket,
-    jit,
-    jit_forward,
-    sampler_precision,
-    segment_totals,
-    to_floats,
-)
+from jaxrl.core import Precision, cast, count_bucket, jit, jit_forward, to_floats
 from jaxrl.learner import LearnerState, make_update
 from jaxrl.models import Model, Params, init, lora, sequence_alignment
 from jaxrl.service import stacks
-from jaxrl.service.losses import find
+from jaxrl.service.programs import Trained, compute, shadow_logprobs
 from jaxrl.service.rows import parts
-from jaxrl.service.target_logprobs import target_logprobs
 from jaxrl.service.wire import Batch
 from jaxrl.sharding import Layout, fetch, place
 
@@ -53,6 +42,14 @@ class Kind(NamedTuple):
     rank: int
     attention: bool = True
     mlp: bool = True
+    unembed: bool = False
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Kind":
+        """Reads the content of a model or a checkpoint. Earlier servers wrote none about the output
+        layer, and made no adapter of it."""
+        rank = content["rank"]
+        return cls(rank, content["attention"], content["mlp"], content.get("unembed", not rank))
 
 
 ALPHA = 32.0
@@ -195,9 +192,9 @@ class Pool:
         slots = [self._slots.index(name) for name, _ in requests]
         run = self._program(
             (first.loss, first.forward_only),
-            functools.partial(_compute, loss=first.loss, backward=not first.forward_only),
+            functools.partial(compute, loss=first.loss, backward=not first.forward_only),
         )
-        shadow = self._program("shadow", _shadow)
+        shadow = self._program("shadow", shadow_logprobs)
         unit, whole = self.base.layout.count("batch"), self.base.layout.batch(("batch", "length"))
         rows = NamedSharding(whole.mesh, PartitionSpec(None, *whole.spec))
         align = sequence_alignment(self.base.precision)
@@ -230,7 +227,10 @@ class Pool:
     def _program(self, key: Any, function: Callable[..., Any]) -> Any:
         if key not in self._programs:
             bound = functools.partial(
-                function, pool=_Static(self.base.model, self.base.precision, bool(self.kind.rank))
+                function,
+                pool=Trained(
+                    self.base.model, self.base.precision, ALPHA if self.kind.rank else None
+                ),
             )
             every = self.base.layout.replicated  # what each process reads
             gradients = self._stacked.state.params
@@ -243,14 +243,6 @@ class Pool:
                 options = {"out_shardings": (None, every, every)}
             self._programs[key] = jit(bound, sums=self.base.precision.sums, **options)
         return self._programs[key]
-
-
-class _Static(NamedTuple):
-    """The static inputs of a pool's programs."""
-
-    model: Model
-    precision: Precision
-    adapted: bool
 
 
 _SOME = dict(
@@ -277,109 +269,18 @@ def _holding(trained: Params, *, precision: Precision) -> Tenant:
     return Tenant(state, jax.tree.map(lambda x: jnp.zeros(x.shape, precision.grads), state.params))
 
 
-def _step(tenant: Tenant, numbers: Mapping[str, jax.Array], *, pool: _Static) -> Any:
+def _step(tenant: Tenant, numbers: Mapping[str, jax.Array], *, pool: Trained) -> Any:
     update = make_update(optimizer=_optimizer(numbers), precision=pool.precision)
     gradients = cast(tenant.gradients, jnp.dtype(jnp.float32))
     state, metrics = update.apply(tenant.state, gradients)
     return Tenant(state, jax.tree.map(jnp.zeros_like, tenant.gradients)), metrics
 
 
-def _compute(
-    base: Params,
-    mine: Any,
-    scale: jax.Array,
-    arrays: Mapping[str, jax.Array],
-    *,
-    pool: _Static,
-    loss: str,
-    backward: bool,
-) -> tuple[Any, jax.Array, jax.Array]:
-    """Computes gradients, log-probs and losses of rows [A, R, T]. `mine` are the parameters of A
-    tenants, stacked, and `scale` f32[A] their loss scales. The gradients, in precision.grads and
-    without the scale, are None without `backward`."""
-    precision, whole = pool.precision, None
-    trained = cast(mine, precision.compute)
-    frozen = cast(base, precision.compute) if pool.adapted else None
-    if pool.adapted and precision.sums == "fixed":  # A = 1: merged, as the sampler has them
-        own = cast(jax.tree.map(lambda x: x[0], mine), precision.wire)
-        whole = lora.Adapted(own, base, ALPHA)
-        merged = cast(lora.merge(whole), precision.compute)
-        trained, pool = jax.tree.map(lambda x: x[None], merged), pool._replace(adapted=False)
-
-    def total(trained: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        logprobs = _logprobs(pool, trained, frozen, arrays)
-        losses = _losses(find(loss), logprobs, arrays)
-        return jnp.sum(jnp.sum(losses, axis=(1, 2, 3)) * scale), (logprobs, losses)
-
-    if not backward:
-        return None, *total(trained)[1]
-    gradients, found = jax.grad(total, has_aux=True)(trained)
-    if whole is not None:
-        wide = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)
-        gradients = jax.tree.map(lambda x: x[None], lora.of_adapters(whole, wide))
-
-    def unscaled(x: jax.Array) -> jax.Array:
-        each = scale.reshape(-1, *[1] * (x.ndim - 1))
-        return (x.astype(jnp.float32) / each).astype(precision.grads)
-
-    return jax.tree.map(unscaled, gradients), *found
-
-
-def _shadow(
-    base: Params, mine: Any, arrays: Mapping[str, jax.Array], *, pool: _Static
-) -> jax.Array:
-    """Computes log-probs of rows [A, R, T] as the sampler does, f32[A, R, T, K]; `mine` as
-    `_compute` takes them."""
-    trained = as_served(mine, pool.precision)
-    frozen = as_served(base, pool.precision) if pool.adapted else None
-    pool = pool._replace(precision=sampler_precision(pool.precision))
-    return _logprobs(pool, trained, frozen, arrays)
-
-
-def _logprobs(
-    pool: _Static, trained: Any, frozen: Any, arrays: Mapping[str, jax.Array]
-) -> jax.Array:
-    """Computes log-probs of the targets, f32[A, R, T, K]."""
-    model, precision = pool.model, pool.precision
-    shape = arrays["tokens"].shape
-
-    def hidden_of(trained: Any, tokens: Any, positions: Any, segments: Any) -> jax.Array:
-        weights: Any = lora.Adapted(trained, frozen, ALPHA) if pool.adapted else trained
-        return model.hidden(weights, tokens, positions, segments, precision=precision)
-
-    inputs = [arrays[name] for name in ("tokens", "positions", "segments")]
-    if shape[0] == 1:  # XLA computes one tenant faster without an axis of tenants
-        trained = jax.tree.map(lambda x: x[0], trained)
-        hidden = hidden_of(trained, *(x[0] for x in inputs))
-    else:
-        # Rows first: they are what devices divide.
-        hidden = jax.vmap(hidden_of, out_axes=1)(trained, *inputs)
-        hidden = hidden.reshape(-1, *hidden.shape[2:])
-    arrays = {name: jnp.swapaxes(arrays[name], 0, 1) for name in ("targets", "mask")}
-    head = model.gathered_head(frozen if pool.adapted else trained)
-    found = target_logprobs(hidden, head, arrays, precision=precision)
-    return jnp.swapaxes(found.reshape(shape[1], shape[0], *found.shape[1:]), 0, 1)
-
-
-def _losses(loss: Any, logprobs: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """Computes the loss per target, f32[A, R, T, K]; 0 at padding."""
-    segments = arrays["segments"].reshape(-1, logprobs.shape[2])
-
-    def mean(values: jax.Array, marks: jax.Array) -> jax.Array:
-        marked = (marks != 0).astype(jnp.float32)
-        flat = [x[..., 0].reshape(segments.shape) for x in (values * marked, marked)]
-        sums, counts = (segment_totals(x, segments) for x in flat)
-        found = jnp.take_along_axis(sums / jnp.maximum(counts, 1), segments, axis=1)
-        return found.reshape(values.shape)
-
-    found = loss.apply(logprobs, arrays, mean)
-    return jnp.where(arrays["mask"][..., None], found, 0)
-
-
 def _targets(base: Base, kind: Kind) -> tuple[str, ...]:
-    """Lists the modules of the layers to adapt, by their names in checkpoints."""
+    """Lists the modules to adapt, by their names in checkpoints."""
     every = lora.adapter_specs(base.model.specs, rank=1, targets=("*",))
     names = {one.name.split(".")[-3] for one in jax.tree.leaves(every, is_leaf=_is_spec)}
+    names.discard(lora.OUTPUT_LAYER)
     attention = {
         name
         for name in names
@@ -388,8 +289,8 @@ def _targets(base: Base, kind: Kind) -> tuple[str, ...]:
         or name.endswith(("_a_proj", "_b_proj", "mqa", "out_proj"))
     }
     chosen = (attention if kind.attention else set()) | (names - attention if kind.mlp else set())
-    if not chosen:
-        raise ValueError("the adapters train neither attention nor the MLP; choose one")
+    if kind.unembed:
+        chosen = chosen | {lora.OUTPUT_LAYER}
     return tuple(sorted(chosen))
 
 

@@ -11,7 +11,8 @@ from jax import lax
 from jaxrl.core.precision import parse
 from jaxrl.models import head_kernel
 from jaxrl.models.head_kernel import Settings
-from jaxrl.models.logprobs import Head, token_logprobs_and_entropy
+from jaxrl.models.logprobs import token_logprobs_and_entropy
+from jaxrl.models.output_layer import Head
 from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout

@@ -11,7 +11,8 @@ from jax.test_util import check_grads
 from jaxrl.core.kept import Kept, encode, most_kept
 from jaxrl.core.precision import PRESETS as PRECISIONS, parse
 from jaxrl.models.head_chunks import Chunk, chunk_sizes
-from jaxrl.models.logprobs import Head, token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from jaxrl.models.output_layer import Head
 from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout

@@ -10,7 +10,8 @@ import pytest
 from jaxrl.core.kept import Kept, encode, most_kept
 from jaxrl.core.precision import parse
 from jaxrl.models.head_chunks import Chunk
-from jaxrl.models.logprobs import Head, token_logprobs_and_entropy
+from jaxrl.models.logprobs import token_logprobs_and_entropy
+from jaxrl.models.output_layer import Head
 from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.memory import program_work
 from jaxrl.sharding.mesh import make_mesh

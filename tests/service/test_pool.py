@@ -23,7 +23,7 @@ SETTINGS = dict(
 )
 # With a small eps Adam divides rounding by rounding where a gradient is 0.
 CONDITIONED = SETTINGS | {"eps": 1e-2}
-KIND = Kind(4)
+KIND = Kind(4, unembed=True)
 ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
 
 

@@ -17,7 +17,7 @@ from jaxrl.service.devices import Devices
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.listing import listing_routes
-from jaxrl.service.pool import Base
+from jaxrl.service.pool import Base, Kind
 from jaxrl.service.requests import Limits, decode
 from jaxrl.service.routing import Service
 from jaxrl.service.state import Store
@@ -137,6 +137,19 @@ def test_a_body_of_another_form_is_refused(client: Client) -> None:
         refused = send(path, content)
         assert (refused.status_code, message in refused.text) == (400, True), refused.text
     assert client.step()["grad_norm"] == 0
+
+
+def test_adapters_have_the_parts_that_are_asked_for(client: Client) -> None:
+    """A model of a server that knew no adapters of the output layer goes on without."""
+    path = client.result(client.numbered("save_weights", path="parts"))["path"]
+    found = client.post("weights_info", {"tinker_path": path}).json()
+    assert (found["train_attn"], found["train_mlp"], found["train_unembed"]) == (True,) * 3
+    assert Kind.of({"rank": 4, "attention": True, "mlp": True}) == Kind(4, unembed=False)
+    none = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), False)
+    asked = {"session_id": client.model.split(":train:")[0], "model_seq_id": 9}
+    asked |= {"base_model": "tiny", "lora_config": {"rank": 4, **none}}
+    refused = client.post("create_model", asked)
+    assert (refused.status_code, "nothing is trained" in refused.text) == (400, True)
 
 
 def test_a_name_is_not_given_twice(client: Client) -> None:

@@ -20,7 +20,11 @@ from tests import tiny
 
 ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
 # Ranks and adapted matrices differ.
-KINDS = {"a": (4, ("q_proj", "up_proj")), "b": (16, ("*_proj",)), "c": (1, ("v_proj", "down_proj"))}
+KINDS = {
+    "a": (4, ("q_proj", "up_proj")),
+    "b": (16, ("*_proj", "lm_head")),
+    "c": (1, ("v_proj", "down_proj")),
+}
 SAVED = {name: Saved(name, Kind(rank), Stamp(())) for name, (rank, _) in KINDS.items()}
 
 

@@ -1,5 +1,6 @@
 """Learning adapters: the step against one by hand, frozen parameters, meshes, dtypes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 
 from jaxrl.core.casts import cast
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
@@ -25,12 +27,13 @@ from tests import tiny
 
 FP32 = PRECISIONS["fp32"]
 RATE = 0.1
+CONFIG = dataclasses.replace(tiny.CONFIG, tied=False)
 MOMENTUM = optax.sgd(RATE, momentum=0.9)
 
 
-def specs(config=tiny.CONFIG):
-    declared = decoder(config).specs
-    adapters = lora.adapter_specs(declared, rank=4, targets=["*_proj"])
+def specs():
+    declared = decoder(CONFIG).specs
+    adapters = lora.adapter_specs(declared, rank=4, targets=["*_proj", "lm_head"])
     return lora.Adapted(adapters, declared, alpha=8.0)
 
 
@@ -39,7 +42,7 @@ def adapted(*, seed=0, kept=FP32.wire):
     some = spec.init(specs().adapters, jax.random.key(seed), dtype=FP32.params)
     keys = iter(jax.random.split(jax.random.key(seed + 1), 99))
     some = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), some)
-    return lora.Adapted(some, cast(tiny.params(), kept), alpha=8.0)
+    return lora.Adapted(some, cast(tiny.params(config=CONFIG), kept), alpha=8.0)
 
 
 def minibatch():
@@ -58,7 +61,7 @@ def on_one_device():
 
 def make(optimizer, *, precision=FP32, layout=None):
     return make_learner(
-        decoder(tiny.CONFIG, layout=layout),
+        decoder(CONFIG, layout=layout),
         objective(reinforce(), token_mean),
         optimizer=optimizer,
         precision=precision,
@@ -73,21 +76,24 @@ def test_adapter_step_equals_the_one_by_hand():
     merged = lora.merge(params)
     whole, expected = jax.jit(plain.step)(plain.init(merged), minibatch())
     assert float(metrics["loss"].total) == pytest.approx(float(expected["loss"].total), rel=1e-5)
-    for name, a in params.adapters["layers"].items():
+    adapters, trained, before, after = (
+        traverse_util.flatten_dict(tree, sep="/")
+        for tree in (params.adapters, state.params.adapters, merged, whole.params)
+    )
+    for name, a in adapters.items():
         if not name.endswith("_a"):
             continue
         matrix = name.removesuffix("_a")
-        b = params.adapters["layers"][f"{matrix}_b"]
-        slope = merged["layers"][matrix] - whole.params["layers"][matrix]  # dL/dW
+        b = adapters[f"{matrix}_b"]
+        slope = before[matrix] - after[matrix]  # dL/dW
         by_hand = {
-            name: a - RATE * 2.0 * jnp.einsum("lor,loi->lri", b, slope),
-            f"{matrix}_b": b - RATE * 2.0 * jnp.einsum("loi,lri->lor", slope, a),
+            name: a - RATE * 2.0 * jnp.einsum("...or,...oi->...ri", b, slope),
+            f"{matrix}_b": b - RATE * 2.0 * jnp.einsum("...oi,...ri->...or", slope, a),
         }
         for key, value in by_hand.items():
-            before = params.adapters["layers"][key]
-            moved = np.asarray(state.params.adapters["layers"][key] - before)
+            moved = np.asarray(trained[key] - adapters[key])
             assert np.abs(moved).max() > 1e-5
-            np.testing.assert_allclose(moved, value - before, rtol=2e-3, atol=3e-7)
+            np.testing.assert_allclose(moved, value - adapters[key], rtol=2e-3, atol=3e-7)
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, params.frozen)
 
 

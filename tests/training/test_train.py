@@ -363,6 +363,7 @@ def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
     adapter, model = "adapter/adapter_model.safetensors", "model/model.safetensors"
     keys = {
         "lora.rank": "2",
+        "lora.targets": '["*_proj", "lm_head"]',
         "precision": "bf16_master",
         "loss.kl": "0.1",
         "data.eval_limit": "1",
@@ -381,7 +382,11 @@ def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
     tensors = load_file(whole / adapter)
     assert all(np.any(x) for x in tensors.values())  # B was 0
     bf16 = parse("bf16").wire
-    (_, before), (_, after) = (huggingface.load(d / "model", dtype=bf16) for d in (material, whole))
+    (tied, before), (untied, after) = (
+        huggingface.load(d / "model", dtype=bf16) for d in (material, whole)
+    )
+    assert (tied.tied, untied.tied) == (True, False)
+    assert not np.array_equal(after.pop("head"), after["embed"])
     same = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
     layers = same.pop("layers")
     assert all(same.values())

@@ -7,14 +7,14 @@ import jax
 
 from jaxrl import huggingface
 from jaxrl.builders.layout import make_layout
-from jaxrl.builders.model import trained_specs
+from jaxrl.builders.model import find_trained, trained_specs
 from jaxrl.builders.optimizer import make_optimizer
 from jaxrl.config.mesh import MeshConfig
 from jaxrl.config.preference import RewardModelConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
 from jaxrl.core import Precision
-from jaxrl.huggingface import Checkpoint, save_adapter
+from jaxrl.huggingface import save_adapter
 from jaxrl.learner import CheckpointError, Checkpoints, LearnerState, checkpoint_view, make_update
 from jaxrl.models import decoder, lora
 from jaxrl.sharding import placed
@@ -54,7 +54,7 @@ def export_checkpoint(
             "every checkpoint.every steps, at its end and at Ctrl-C. Rerun the command that "
             "started it"
         )
-    base, precision = Checkpoint(config.model.path), config.precision
+    base, precision = find_trained(config), config.precision
     written = precision.params if only_adapters else model_dtype(config, base)
     if dtype is not None:
         try:

@@ -5,12 +5,11 @@ Memory covers weights, gradients and optimizer state; activations need a compile
 
 import math
 
-from jaxrl.builders.model import trained_specs
+from jaxrl.builders.model import find_trained, trained_specs
 from jaxrl.commands.plan.chips import GIB
 from jaxrl.commands.plan.units import count_of, parameter_text, percent_text, size_text, time_text
 from jaxrl.config.training import Config
 from jaxrl.core import Precision
-from jaxrl.huggingface import Checkpoint
 from jaxrl.models import lora, param_specs, parameter_count
 
 # Share of bf16 words that changed -> share of the bytes that a store gets; docs/results/bridge.md.
@@ -58,7 +57,7 @@ def estimate(
       FileNotFoundError, ValueError: for an unusable model or adapters.
     """
     precision = config.precision
-    specs = param_specs(Checkpoint(config.model.path).config)
+    specs = param_specs(find_trained(config).config)
     count = parameter_count(specs)
     trained, frozen = bytes_per_trained(precision), precision.compute.itemsize
     sync = count * precision.wire.itemsize / link_rate

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxrl.core.kept import among, encode, most_kept
 from jaxrl.models.adapter_rows import AdapterRows
-from jaxrl.models.logprobs import tempered
+from jaxrl.models.output_layer import tempered
 from jaxrl.sampling.base import SamplingParams
 from jaxrl.sampling.embedded.stopping import Stops, make_stops
 from jaxrl.sampling.embedded.truncation import Truncation, truncate, truncation

@@ -18,11 +18,11 @@ from jaxrl.models.adapter_rows import AdapterRows, SortedRows
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.block import block
 from jaxrl.models.experts import Routing
-from jaxrl.models.layers import OWN, Layer, LayerContext, embed, in_order, scan_layers
+from jaxrl.models.layers import OWN, Layer, LayerContext, embed, in_order, scan_layers, with_adapter
 from jaxrl.models.linear_attention import LinearState, last_inputs, recur_rows, recur_token
-from jaxrl.models.logprobs import rounded_logits
 from jaxrl.models.model import Model
-from jaxrl.models.products import product
+from jaxrl.models.output_layer import rounded_logits
+from jaxrl.models.products import matmul, product
 from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.cache import Cache, attend_cache, cache_entries, write_entries
 
@@ -87,7 +87,7 @@ def prefill(
     )
     cache = dataclasses.replace(entries, linear=linear, experts=experts)
     last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
-    return cache, _logits(params, last, model=model, context=context)
+    return cache, _logits(params, last, own=sorted_rows, model=model, context=context)
 
 
 def decode_step(
@@ -109,7 +109,7 @@ def decode_step(
     context = LayerContext(model.config, precision, local=model.local)
     at = positions[:, None]
     cache, x = _advance(params, cache, tokens[:, None], at, context=context, own=own)
-    return cache, _logits(params, x, model=model, context=context)
+    return cache, _logits(params, x, own=own, model=model, context=context)
 
 
 @jit_by_precision(static_argnames=("model", "precision"), donate_argnames=("cache",))
@@ -160,7 +160,7 @@ def extend(
 
     empty = jnp.zeros((len(tokens), 1, model.config.hidden_size), precision.activations)
     _, cache, last = lax.while_loop(more, step, (jnp.int32(0), cache, empty))
-    return cache, _logits(params, last, model=model, context=context)
+    return cache, _logits(params, last, own=None, model=model, context=context)
 
 
 def _of_rows(layer: Layer, own: SortedRows | None) -> Layer:
@@ -234,9 +234,20 @@ def _smallest(routing: Routing) -> jax.Array:
     return routing.experts.astype(np.min_scalar_type(routing.probs.shape[-1] - 1))
 
 
-def _logits(params: Params, x: jax.Array, *, model: Model, context: LayerContext) -> jax.Array:
-    """Returns the logits [B, V] of a residual stream [B, 1, D]."""
+def _logits(
+    params: Params, x: jax.Array, *, own: SortedRows | None, model: Model, context: LayerContext
+) -> jax.Array:
+    """Returns the logits [B, V] of a residual stream [B, 1, D]; adapters of the output layer are
+    beside it, as those of layers are."""
     x = context.norm(x, params["final_norm"])[:, 0]
-    head = model.head(params)
-    products = product(x, head.weights, contract=(1, 1), precision=context.precision)
-    return rounded_logits(products, head, precision=context.precision)
+    head, precision = model.head(params), context.precision
+    products = product(x, head.weights, contract=(1, 1), precision=precision)
+    if head.adapter is not None:
+        wide = dataclasses.replace(precision, activations=precision.accumulate)
+
+        def adapter(x: jax.Array, layer: Layer) -> jax.Array:
+            inner = matmul(x, layer["head_a"], precision=precision)
+            return matmul(inner, layer["head_b"], precision=wide)
+
+        products += with_adapter(adapter, x, _of_rows(params, own), "head")
+    return rounded_logits(products, head, precision=precision)

@@ -8,10 +8,10 @@ import dataclasses
 
 import jax
 
+from jaxrl.builders.model import find_trained
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
 from jaxrl.core import Metrics, Minibatch, cast, check_parameters, jit, load_function, naming_keys
-from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, loss_arguments, objective, preference
 from jaxrl.losses.preference import PairLoss
@@ -26,7 +26,7 @@ def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     """Trains a policy on pairs; raises as `fit`, and ValueError for a bad loss, data or model."""
     start = check_resumable(config, fork=fork)
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
-    checkpoint = Checkpoint(config.model.path)
+    checkpoint = find_trained(config)
     data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config, checkpoint)
     initial = lora.trainable(setup.params)

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxrl.builders.model import find_trained
 from jaxrl.builders.prompts import read_data, rendering
 from jaxrl.builders.supervised import set_up, supervised_shape
 from jaxrl.config.supervised import SFTConfig, SFTDataConfig
@@ -24,7 +25,6 @@ from jaxrl.data import (
     read_tools,
     start_tokens,
 )
-from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_learner
 from jaxrl.losses import cross_entropy, dft, objective, token_mean
 from jaxrl.training.mirror import mirrored
@@ -55,7 +55,7 @@ class Texts(NamedTuple):
 def finetune(config: SFTConfig, *, fork: str | None = None) -> FitResult:
     """Trains a model on texts; raises as `fit`, and ValueError for bad data or model."""
     start = check_resumable(config, fork=fork)
-    checkpoint = Checkpoint(config.model.path)
+    checkpoint = find_trained(config)
     texts = Texts([], 0)
     if Hosts().leads:
         texts = load_texts(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
