@@ -42,8 +42,7 @@ def find_models(config: Config) -> ModelFiles:
 def find_trained(config: Config | SupervisedConfig) -> Checkpoint:
     """Returns the checkpoint that the trained language model starts from, without reading it. An
     adapter of the output layer unties it from the embedding."""
-    untied = config.lora.rank > 0 and lora.adapts_head(config.lora.targets)
-    return Checkpoint(config.model.path, untied=untied)
+    return Checkpoint(config.model.path, untied=config.lora.adapts_head)
 
 
 def make_decoder(

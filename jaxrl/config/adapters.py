@@ -1,6 +1,7 @@
 """The `[lora]` table of a config."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -24,6 +25,11 @@ class AdaptersConfig(Section):
     path: str | None = None
     """Directory of adapters in PEFT's format to start from; new adapters if absent."""
 
+    @property
+    def adapts_head(self) -> bool:
+        """True if the output layer gets an adapter."""
+        return self.rank > 0 and any(fnmatchcase("lm_head", target) for target in self.targets)
+
     def _contradictions(self) -> Iterator[str]:
         if not self.rank and self.path is not None:
             yield (
@@ -43,3 +49,8 @@ class LoraConfig(AdaptersConfig):
         yield from super()._contradictions()
         if not self.rank and self.publish == "adapters":
             yield "lora.publish = 'adapters', but lora.rank = 0 trains none; set lora.rank"
+        if self.adapts_head and self.publish == "adapters":
+            yield (
+                f"lora.targets = {list(self.targets)} includes lm_head, and servers apply adapters "
+                "of the layers alone; set lora.publish = 'merged', or leave it out"
+            )

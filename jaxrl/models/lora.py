@@ -98,11 +98,6 @@ def adapter_specs(specs: Specs, *, rank: int, targets: Sequence[str]) -> Specs:
     return traverse_util.unflatten_dict(adapters, sep="/")
 
 
-def adapts_head(targets: Sequence[str]) -> bool:
-    """Tells whether patterns of module names include the output layer."""
-    return any(fnmatch.fnmatchcase(OUTPUT_LAYER, target) for target in targets)
-
-
 def axes_of(name: str, specs: Mapping[str, ParamSpec]) -> tuple[str, ...]:
     """Returns the logical axes of one layer's parameter, which may be an adapter: "q_a" is beside
     "q". `specs` are those that the decoder declares for the layers."""

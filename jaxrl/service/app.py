@@ -162,6 +162,7 @@ async def _create_model(service: Service, owner: str, request: Request) -> Respo
     if config.rank and not any(parts):
         raise RefusedError("nothing is trained; set train_attn, train_mlp or train_unembed")
     kind = Kind(config.rank, *(part or not config.rank for part in parts))
+    service.engine.check(kind)
     content = {
         **kind._asdict(),
         "seed": service.seed if config.seed is None else config.seed % 2**31,
@@ -222,8 +223,8 @@ async def _new_from_weights(service: Service, owner: str, given: dict[str, Any])
     owned(service, "sessions", key=asked.session_id, owner=owner)
     if asked.base_model is not None:
         _check_base(service, asked.base_model)
-    kind = Kind.of(row)._asdict()
-    content = {**kind, "seed": row["seed"], "user_metadata": asked.user_metadata}
+    service.engine.check(kind := Kind.of(row))
+    content = {**kind._asdict(), "seed": row["seed"], "user_metadata": asked.user_metadata}
     model = f"{asked.session_id}:train:{asked.model_seq_id}"
     body = asked.model_dump_json().encode()
     return await _new_model(service, owner, model, content, kind="load", body=body)

@@ -25,6 +25,7 @@ from jaxrl.service.pool import Kind
 from jaxrl.service.queue import Queue
 from jaxrl.service.requests import TRAINING, Limits, Work, decode
 from jaxrl.service.sampling import BASE, Answer, Request
+from jaxrl.service.servers import NO_HEAD
 from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store
 from jaxrl.service.wire import RefusedError
@@ -96,6 +97,11 @@ class Engine:
             content = json.loads(self.store.model(model)["content"])
             self._kinds[model] = Kind.of(content)
         return self._kinds[model]
+
+    def check(self, kind: Kind) -> None:
+        """Raises RefusedError for adapters that the sampler cannot apply."""
+        if kind.rank and kind.unembed and self._devices.samplers.remote:
+            raise RefusedError(f"train_unembed=True: {NO_HEAD}")
 
     def _together(self, model: str) -> Any:
         """Returns what models in one batch share; all parameters have a batch of their own."""

@@ -176,6 +176,11 @@ class Samplers:
         self._serving: Any = base.params
         self._scorer = Scorer(base)
 
+    @property
+    def remote(self) -> bool:
+        """True if servers draw the samples."""
+        return self._backend.remote
+
     def keeps(self, name: str) -> bool:
         """Tells whether weights are on the devices."""
         return name == BASE or name in self._loaded

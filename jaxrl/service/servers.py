@@ -9,11 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jaxrl.bridge import LearnerIdentity, ParamsSource, SharedMemoryPublisher, VllmServer, headers
-from jaxrl.models import Params
+from jaxrl.models import Params, lora
 from jaxrl.sampling import Completion, OwnTurn, VllmOwnSampler
 from jaxrl.service.pool import Base
 from jaxrl.service.wire import RefusedError
 
+NO_HEAD = (
+    "vLLM servers apply adapters of the layers alone; give train_unembed=False, or serve with the "
+    "embedded sampler"
+)
 _LOADED = 32  # adapters that the servers have; more than a batch names
 
 
@@ -117,6 +121,8 @@ class Servers:
             raise RefusedError(
                 "the servers sample from checkpoints; name the path of save_weights_for_sampler"
             )
+        if lora.head_adapter(adapters) is not None:
+            raise RefusedError(f"{name} adapts the output layer; {NO_HEAD}")
         self._unload(name)
         while len(self._loaded) >= _LOADED:
             self._unload(next(iter(self._loaded)))

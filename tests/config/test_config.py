@@ -186,6 +186,10 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({"lora__path": "adapter"}, "lora.rank = 0 trains none; set lora.rank"),
         ({"lora__rank": 4, "lora__publish": "adapters"}, "needs a server that loads them"),
         (
+            {"lora__rank": 4, "lora__publish": "adapters", "lora__targets": ["lm_*"]},
+            "includes lm_head, and servers apply adapters of the layers alone",
+        ),
+        (
             {"lora__rank": 4, "lora__publish": "adapters", "rollouts__order": "finished"},
             "set rollouts.order = 'begun'",
         ),

@@ -1,5 +1,7 @@
 """Tenants in one batch: each one's losses, gradients and weights are those of training alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,15 @@ def test_eight_tenants_are_as_each_alone(policy, within):
         trees_close(found[seed], own[0], within=within)
         trees_close(together.read(name), alone.read(name), within=within)
         alone.remove(name)
+    expected, lost = together.compute(requests), together.read(names[0])
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), lost.state.params)
+    state = dataclasses.replace(lost.state, params=broken)
+    together.write(names[0], lost._replace(state=state))
+    found = together.compute(requests)
+    assert np.isnan(found[0].logprobs[0]).all()
+    trees_close(found[1:], expected[1:], within=0)
+    for name in names[1:]:
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(together.read(name).gradients))
 
 
 @pytest.mark.parametrize("policy", ["fp32,sums=fixed", "bf16_master,sums=fixed"])

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings(*QUIET)
 class Kept:
     """A sampler that nobody samples from."""
 
+    remote = False
+
     def keep(self, name: str, weights: Any) -> None:
         pass
 
@@ -139,7 +141,7 @@ def test_a_body_of_another_form_is_refused(client: Client) -> None:
     assert client.step()["grad_norm"] == 0
 
 
-def test_adapters_have_the_parts_that_are_asked_for(client: Client) -> None:
+def test_adapters_have_the_parts_that_are_asked_for(client: Client, monkeypatch: Any) -> None:
     """A model of a server that knew no adapters of the output layer goes on without."""
     path = client.result(client.numbered("save_weights", path="parts"))["path"]
     found = client.post("weights_info", {"tinker_path": path}).json()
@@ -150,6 +152,9 @@ def test_adapters_have_the_parts_that_are_asked_for(client: Client) -> None:
     asked |= {"base_model": "tiny", "lora_config": {"rank": 4, **none}}
     refused = client.post("create_model", asked)
     assert (refused.status_code, "nothing is trained" in refused.text) == (400, True)
+    monkeypatch.setattr(Kept, "remote", True)
+    refused = client.post("create_model", asked | {"lora_config": {"rank": 4}})
+    assert (refused.status_code, "train_unembed=False" in refused.text) == (400, True)
 
 
 def test_a_name_is_not_given_twice(client: Client) -> None:
