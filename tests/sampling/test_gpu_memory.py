@@ -44,7 +44,7 @@ def test_shares_must_fit(environment, arguments, fits, monkeypatch) -> None:
 def test_a_run_says_so_before_it_starts_the_server(tmp_path: Path) -> None:
     gpus = np.array([SimpleNamespace(platform="gpu")])
     layout: Any = SimpleNamespace(mesh=SimpleNamespace(devices=gpus))
-    checkpoint: Any = None
+    checkpoint: Any = SimpleNamespace(unties=False)
     weights = WeightRoute(MODEL, {}, 0, FP32, checkpoint)
     with (
         pytest.raises(ValueError, match="vLLM asks for 92% of one and would not start"),
