@@ -58,7 +58,7 @@ def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run,
     """Builds the library's step and sampler with adapters."""
     model = decoder(config, remat="matmuls")
     base = init(model.specs, jax.random.key(0), dtype=precision.params)
-    specs = lora.adapter_specs(model.specs, rank=RANK, targets=("*_proj",))
+    specs = lora.adapter_specs(model.specs, rank=RANK, targets=("*_proj", "lm_head"))
     adapted = lora.Adapted(init(specs, jax.random.key(1), dtype=precision.params), base, ALPHA)
     rollouts = [
         given_rollout(prompt, said)._replace(
