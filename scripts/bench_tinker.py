@@ -93,8 +93,7 @@ def served(
     """Starts a service of a model; yields a client."""
     command = [sys.executable, "-m", "jaxrl", "tinker", str(model), "--port", "0"]
     command += ["--precision", precision, "--state_dir", str(state)]
-    # A row of the service ends with padding.
-    command += ["--microbatch_tokens", str(rows * 2 * LENGTH), "--max_batch", str(SEQUENCES)]
+    command += ["--microbatch_tokens", str(rows * LENGTH), "--max_batch", str(SEQUENCES)]
     command += ["--slots", str(slots)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
