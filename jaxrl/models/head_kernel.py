@@ -16,7 +16,7 @@ from jax import lax
 from jaxrl.core.precision import Precision
 
 _BLOCK = 128  # rows and columns of a block of logits
-_TERMS = 64  # terms of a sum that are read at a time
+TERMS = 64  # terms of a sum that are read at a time
 _NUMBERS = 2**31  # of one array: Triton counts them in 32 bits
 
 
@@ -42,7 +42,7 @@ def supports(h: jax.Array, weights: jax.Array, precision: Precision) -> bool:
     wide = precision.logits == precision.accumulate == jnp.float32
     narrow = precision.compute.itemsize == 2 and precision.sums == "any"
     small = max(weights.size, h.shape[0] * weights.shape[0]) < _NUMBERS
-    return wide and narrow and small and not (len(weights) % _BLOCK or h.shape[1] % _TERMS)
+    return wide and narrow and small and not (len(weights) % _BLOCK or h.shape[1] % TERMS)
 
 
 def reduced(
@@ -162,11 +162,11 @@ def _logits(h, weights, temperature, precision):
     own = pallas.ds(column * _BLOCK, _BLOCK)
 
     def step(i, z):
-        terms = pallas.ds(i * _TERMS, _TERMS)
+        terms = pallas.ds(i * TERMS, TERMS)
         left = triton.load(h.at[rows, terms], mask=there[:, None], other=0)
         right = triton.load(weights.at[own, terms])
         return z + triton.dot(left, right, trans_b=True, precision=precision.algorithm)
 
     z = jnp.zeros((_BLOCK, _BLOCK), jnp.float32)
-    z = lax.fori_loop(0, h.shape[1] // _TERMS, step, z)
+    z = lax.fori_loop(0, h.shape[1] // TERMS, step, z)
     return z * (1 / temperature[0]), column * _BLOCK + jnp.arange(_BLOCK)

@@ -179,14 +179,18 @@ def _token_scores(
     if not isinstance(head.temperature, jax.core.Tracer) and not head.temperature > 0:
         raise ValueError(f"temperature={head.temperature} must be positive")
     temperature = lax.stop_gradient(jnp.asarray(head.temperature, plan.stats))
-    scored, rows = predicted(mask), head.rows
+    scored, rows, adapter = predicted(mask), head.rows, head.adapter
+    if adapter is not None and rows.platform == "gpu":  # the kernels read whole blocks
+        more = -hidden.shape[2] % head_kernel.TERMS
+        hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, more)))
+        adapter = jnp.pad(adapter, ((0, 0), (0, more)))
     if rows.per_row > 1:
         tokens, scored, kept = jax.tree.map(rows.divide, (tokens, scored, kept))
         hidden = rows.before(hidden)
     slots = make_slots(
         tokens, scored, positions=plan.positions, kept=kept, vocab_size=plan.vocab_size
     )
-    found = _scores(plan, hidden, head.weights, head.adapter, slots, temperature)
+    found = _scores(plan, hidden, head.weights, adapter, slots, temperature)
     return jax.tree.map(rows.join, found) if rows.per_row > 1 else found
 
 

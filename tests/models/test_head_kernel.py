@@ -21,29 +21,31 @@ from jaxrl.sharding.rules import PRESETS
 BATCH, LENGTH, WIDTH, VOCAB = 2, 100, 128, 384  # the last block of positions is not full
 
 
-def results(temperature, layout=None):
+def results(temperature, layout=None, rank=None):
     precision, rng = parse("bf16_master"), np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(BATCH, LENGTH, WIDTH)), jnp.bfloat16)
+    hidden = jnp.asarray(rng.normal(size=(BATCH, LENGTH, WIDTH + (rank or 0))), jnp.bfloat16)
     weights = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)) / 4, jnp.bfloat16)
+    adapter = rank and jnp.asarray(rng.normal(size=(VOCAB, rank)) / 4, jnp.bfloat16)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, LENGTH)))
     mask = jnp.asarray(rng.random((BATCH, LENGTH)) < 0.9)
     cotangents = jnp.asarray(rng.normal(size=(2, BATCH, LENGTH)), jnp.float32)
 
-    def scores(hidden, weights):
-        head = Head(weights, None, temperature, Rows(layout))
+    def scores(hidden, trained):
+        head = Head(trained if rank is None else weights, None, temperature, Rows(layout))
+        head = head if rank is None else head._replace(adapter=trained)
         return jnp.stack(
             token_logprobs_and_entropy(hidden, head, tokens, mask, precision=precision)
         )
 
-    found, backward = jax.vjp(scores, hidden, weights)
+    found, backward = jax.vjp(scores, hidden, weights if rank is None else adapter)
     return [np.asarray(x, np.float64) for x in (found, *backward(cotangents))]
 
 
-@pytest.mark.parametrize(("temperature", "devices"), [(1.0, 1), (0.7, 2)])
-def test_scores_and_gradients_equal_those_of_products(temperature, devices, monkeypatch):
-    """On two devices each has a row."""
+@pytest.mark.parametrize(("temperature", "devices", "rank"), [(1.0, 1, 16), (0.7, 2, None)])
+def test_scores_and_gradients_equal_those_of_products(temperature, devices, rank, monkeypatch):
+    """On two devices each has a row. An adapter is a part of a block."""
     layout = Layout(make_mesh(data=devices, devices=jax.devices()[:devices]), PRESETS["all"])
-    expected = results(temperature)
+    expected = results(temperature, rank=rank)
     called = []
 
     def for_cuda(*operands, cuda=None, default=None, **_):
@@ -53,7 +55,7 @@ def test_scores_and_gradients_equal_those_of_products(temperature, devices, monk
     monkeypatch.setattr(Rows, "platform", "gpu")
     monkeypatch.setattr(head_kernel, "Settings", functools.partial(Settings, interpret=True))
     monkeypatch.setattr(lax, "platform_dependent", for_cuda)
-    found = results(temperature, layout)
+    found = results(temperature, layout, rank)
     assert any(called)
     # The same roundings, after sums in another order.
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
