@@ -161,8 +161,7 @@ async def _create_model(service: Service, owner: str, request: Request) -> Respo
     parts = (config.train_attn, config.train_mlp, config.train_unembed)
     if config.rank and not any(parts):
         raise RefusedError("nothing is trained; set train_attn, train_mlp or train_unembed")
-    kind = Kind(config.rank, *(part or not config.rank for part in parts))
-    service.engine.check(kind)
+    kind = service.engine.served(Kind(config.rank, *(part or not config.rank for part in parts)))
     content = {
         **kind._asdict(),
         "seed": service.seed if config.seed is None else config.seed % 2**31,

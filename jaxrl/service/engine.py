@@ -98,10 +98,17 @@ class Engine:
             self._kinds[model] = Kind.of(content)
         return self._kinds[model]
 
-    def check(self, kind: Kind) -> None:
-        """Raises RefusedError for adapters that the sampler cannot apply."""
-        if kind.rank and kind.unembed and self._devices.samplers.remote:
-            raise RefusedError(f"train_unembed=True: {NO_HEAD}")
+    def served(self, kind: Kind) -> Kind:
+        """Returns what the sampler can apply: vLLM servers take no adapter of the output layer.
+
+        Raises:
+          RefusedError: if nothing else is trained.
+        """
+        if not (kind.rank and kind.unembed and self._devices.samplers.remote):
+            return kind
+        if not (kind.attention or kind.mlp):
+            raise RefusedError(f"train_unembed alone: {NO_HEAD}")
+        return kind._replace(unembed=False)
 
     def _together(self, model: str) -> Any:
         """Returns what models in one batch share; all parameters have a batch of their own."""

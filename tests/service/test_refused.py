@@ -142,7 +142,7 @@ def test_a_body_of_another_form_is_refused(client: Client) -> None:
 
 
 def test_adapters_have_the_parts_that_are_asked_for(client: Client, monkeypatch: Any) -> None:
-    """A model of a server that knew no adapters of the output layer goes on without."""
+    """Without one of the output layer before servers, and after a server that knew none."""
     path = client.result(client.numbered("save_weights", path="parts"))["path"]
     found = client.post("weights_info", {"tinker_path": path}).json()
     assert (found["train_attn"], found["train_mlp"], found["train_unembed"]) == (True,) * 3
@@ -153,8 +153,13 @@ def test_adapters_have_the_parts_that_are_asked_for(client: Client, monkeypatch:
     refused = client.post("create_model", asked)
     assert (refused.status_code, "nothing is trained" in refused.text) == (400, True)
     monkeypatch.setattr(Kept, "remote", True)
-    refused = client.post("create_model", asked | {"lora_config": {"rank": 4}})
-    assert (refused.status_code, "train_unembed=False" in refused.text) == (400, True)
+    config = {"rank": 4} | none | {"train_unembed": True}
+    refused = client.post("create_model", asked | {"lora_config": config})
+    assert (refused.status_code, "adapters of the layers alone" in refused.text) == (400, True)
+    model = client.result(client.post("create_model", asked | {"lora_config": {"rank": 4}}))
+    asked = {"model_id": model["model_id"], "seq_id": 1, "path": "served"}
+    path = client.result(client.post("save_weights", asked))["path"]
+    assert not client.post("weights_info", {"tinker_path": path}).json()["train_unembed"]
 
 
 def test_a_name_is_not_given_twice(client: Client) -> None:
