@@ -24,6 +24,7 @@ from jaxrl.service.pool import Kind
 from jaxrl.service.requests import with_seed
 from jaxrl.service.routing import Handler, Service, owned, read_object, reply, route
 from jaxrl.service.sampling import BASE
+from jaxrl.service.servers import NO_HEAD
 from jaxrl.service.state import dumps
 from jaxrl.service.uploaded.graph import MOST_BYTES, read_graph
 from jaxrl.service.uploaded.program import check
@@ -222,7 +223,9 @@ async def _new_from_weights(service: Service, owner: str, given: dict[str, Any])
     owned(service, "sessions", key=asked.session_id, owner=owner)
     if asked.base_model is not None:
         _check_base(service, asked.base_model)
-    service.engine.check(kind := Kind.of(row))
+    kind = Kind.of(row)
+    if service.engine.served(kind) != kind:
+        raise RefusedError(f"{asked.path} adapts the output layer; {NO_HEAD}")
     content = {**kind._asdict(), "seed": row["seed"], "user_metadata": asked.user_metadata}
     model = f"{asked.session_id}:train:{asked.model_seq_id}"
     body = asked.model_dump_json().encode()

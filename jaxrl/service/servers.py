@@ -15,8 +15,8 @@ from jaxrl.service.pool import Base
 from jaxrl.service.wire import RefusedError
 
 NO_HEAD = (
-    "vLLM servers apply adapters of the layers alone; train those (train_attn, train_mlp), or serve "
-    "with the embedded sampler"
+    "vLLM servers apply adapters of the layers alone; train those (train_attn, train_mlp), or "
+    "serve with the embedded sampler"
 )
 _LOADED = 32  # adapters that the servers have; more than a batch names
 

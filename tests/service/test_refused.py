@@ -156,6 +156,9 @@ def test_adapters_have_the_parts_that_are_asked_for(client: Client, monkeypatch:
     config = {"rank": 4} | none | {"train_unembed": True}
     refused = client.post("create_model", asked | {"lora_config": config})
     assert (refused.status_code, "adapters of the layers alone" in refused.text) == (400, True)
+    state = {"session_id": asked["session_id"], "model_seq_id": 9, "path": path, "optimizer": True}
+    refused = client.post("load_weights", state)
+    assert (refused.status_code, "parts adapts the output" in refused.text) == (400, True)
     model = client.result(client.post("create_model", asked | {"lora_config": {"rank": 4}}))
     asked = {"model_id": model["model_id"], "seq_id": 1, "path": "served"}
     path = client.result(client.post("save_weights", asked))["path"]
