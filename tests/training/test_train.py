@@ -361,15 +361,9 @@ def test_mismatched_precision_is_reported_and_measured(material, tmp_path, capsy
 def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
     whole, more, out = (tmp_path / name for name in ("whole", "more", "out"))
     adapter, model = "adapter/adapter_model.safetensors", "model/model.safetensors"
-    keys = {
-        "lora.rank": "2",
-        "lora.targets": '["*_proj", "lm_head"]',
-        "precision": "bf16_master",
-        "loss.kl": "0.1",
-        "data.eval_limit": "1",
-        "train.train_batch": "2",
-        "checkpoint.every": "1",
-    }
+    keys = {"lora.rank": "2", "lora.targets": '["*_proj", "lm_head"]', "precision": "bf16_master"}
+    keys |= {"loss.kl": "0.1", "data.eval_limit": "1", "train.train_batch": "2"}
+    keys |= {"checkpoint.every": "1"}
     train.train(config(material, whole, **keys))
     first = {file: (whole / file).read_bytes() for file in (adapter, model)}
     shutil.rmtree(whole / "checkpoints" / "2")
@@ -382,9 +376,8 @@ def test_adapters_are_trained_resumed_and_exported(material, tmp_path):
     tensors = load_file(whole / adapter)
     assert all(np.any(x) for x in tensors.values())  # B was 0
     bf16 = parse("bf16").wire
-    (tied, before), (untied, after) = (
-        huggingface.load(d / "model", dtype=bf16) for d in (material, whole)
-    )
+    loaded = [huggingface.load(d / "model", dtype=bf16) for d in (material, whole)]
+    (tied, before), (untied, after) = loaded
     assert (tied.tied, untied.tied) == (True, False)
     assert not np.array_equal(after.pop("head"), after["embed"])
     same = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
