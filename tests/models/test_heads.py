@@ -1,5 +1,6 @@
 """The kernels for norm, rope and order of heads equal the plain form, gradients too."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,17 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import parse
-from jaxrl.models import heads
+from jaxrl.models import heads, heads_on_gpu
+from jaxrl.models.attention.kernels import by_kernel
 from jaxrl.models.heads import Settings, arrange
-from jaxrl.models.heads_on_gpu import by_kernel
+from jaxrl.models.layers import LayerContext
+from jaxrl.models.model import decoder
 from jaxrl.models.rope import Rope, rope_table
+from jaxrl.models.spec import init
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.sharding.partition import Layout
+from jaxrl.sharding.rules import PRESETS
+from tests import tiny
 
 BATCH, LENGTH, HEADS, SIZE = 2, 256, 3, 128
 
@@ -73,9 +81,38 @@ def test_join_inverts_arrange():
 @pytest.mark.parametrize("normed", [True, False])
 def test_kernels_of_gpus_equal_the_plain_form(normed):
     form = {"normed": normed, "turned": True}
-    found = results(interpret=True, made_by=by_kernel, **form)
+    found = results(interpret=True, made_by=heads_on_gpu.by_kernel, **form)
     expected = results(interpret=False, made_by=heads.plain, **form)
     agree(found, expected, normed=normed)
+
+
+def test_a_decoder_on_tpus_multiplies_keys_by_the_factor_of_the_scores_once(monkeypatch):
+    config = dataclasses.replace(tiny.CONFIG, num_layers=1, head_dim=SIZE, query_scalar=4.0)
+    layout = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
+    attend = by_kernel("splash", layout=layout, interpret=True)
+    model, precision = decoder(config, attend=attend), parse("bf16_master")
+    params = init(model.specs, jax.random.key(0), dtype=jnp.bfloat16)
+    tokens = jnp.arange(128, dtype=jnp.int32)[None] % config.vocab_size
+    rows = (tokens, jnp.arange(128)[None], jnp.ones_like(tokens))
+
+    def gradients(context):
+        monkeypatch.setattr("jaxrl.models.model._Decoder.context", lambda *_: context)
+
+        def loss(params):
+            return jnp.sum(
+                model.hidden(params, *rows, precision=precision).astype(jnp.float32) ** 3
+            )
+
+        return jax.jit(jax.grad(loss))(params)
+
+    wanted = gradients(LayerContext(config, precision))
+    own = functools.partial(Settings, interpret=True)
+    monkeypatch.setattr("jaxrl.models.block.Settings", own)
+    factor = config.score_scale
+    found = gradients(LayerContext(config, precision, by_heads=True, key_factor=factor))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = (x.astype(jnp.float32) for x in (a, b))
+        assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
 
 
 def agree(found, expected, *, normed):
