@@ -5,8 +5,6 @@ ragged (arXiv:2211.15841). Routing is computed in `accumulate`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -14,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core import blocks
-from jaxrl.core.precision import DType
+from jaxrl.models import expert_rows as rows
 from jaxrl.models.components import ClampedGate, Experts
 from jaxrl.models.layers import Layer, LayerContext, add_bias
-from jaxrl.models.products import grouped_matmul, matmul
+from jaxrl.models.products import matmul
 
 
 class Routing(NamedTuple):
@@ -160,44 +158,34 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     settings = context.config.experts
     _check_whole_blocks(len(units), settings.intermediate_size, kind=precision.blocks)
     *shape, chosen = experts.shape
-    here = experts.reshape(-1) - numbers[0]
+    here = experts.reshape(-1, chosen) - numbers[0]
     here = jnp.where((here >= 0) & (here < len(numbers)), here, len(numbers))  # others come last
-    order = jnp.argsort(here, stable=True)
-    # The place of each token's first expert, then of its second: sums over them are of whole rows.
-    places = jnp.argsort(order).reshape(-1, chosen).T
-    sizes = jnp.bincount(here, length=len(numbers) + 1)[:-1].astype(jnp.int32)
-    # The ragged product leaves the rows of other devices' experts undefined.
-    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    has_all = len(numbers) == settings.count
+    order = rows.sort(here, count=len(numbers), whole=len(numbers) == settings.count)
 
-    def own_rows(x):
-        return x if has_all else jnp.where(inside, x, 0)
+    def bias(name, of):
+        """The bias of each expert in `of`; that of an output only on one of the devices that share
+        an expert's hidden units."""
+        added = (of < len(numbers)) & ((units[0] == 0) | (name != "expert_down"))
+        own_bias = own[f"{name}_bias"].astype(precision.accumulate)
+        return jnp.where(added[:, None], own_bias[of], 0)
 
-    tokens = own_rows(_sorted(x.reshape(-1, x.shape[-1]), order, places, precision.accumulate))
-    product = functools.partial(grouped_matmul, sizes=sizes, precision=precision)
-    rows = own_rows(here[order][:, None])[:, 0]  # the expert of each row
-
-    def project(x, name):
-        x = blocks.operand(x, name, precision)
-        y = precision.rounded(product(x, own[name]), "products")
-        if f"{name}_bias" not in own:
-            return y
-        bias = own[f"{name}_bias"].astype(precision.accumulate)
-        # One device of those that share an expert's hidden units adds the bias of its output.
-        added = inside & (units[0] == 0) if name == "expert_down" else inside
-        return y + jnp.where(added, bias[rows], 0)
-
-    if "expert_gate_up" in own:
-        both = project(tokens, "expert_gate_up").astype(precision.accumulate)
-        gate, up = both[:, ::2], both[:, 1::2]
-    else:
-        named = (project(tokens, name) for name in ("expert_gate", "expert_up"))
-        gate, up = (y.astype(precision.accumulate) for y in named)
-    hidden = gated_unit(gate, up, clamp=settings.clamp)
-    y = project(precision.rounded(hidden, "products"), "expert_down")
-    y = _of_tokens(own_rows(y), order, places)
-    weights = weights.reshape(-1, chosen, 1)
-    y = _added(y[i].astype(precision.accumulate) * weights[:, i] for i in range(chosen))
+    fused = "expert_gate_up" in own
+    names = ("expert_gate_up",) if fused else ("expert_gate", "expert_up")
+    x = blocks.operand(x.reshape(-1, x.shape[-1]), names[0], precision)
+    inner = rows.project(x, tuple(own[name] for name in names), order, precision)
+    if f"{names[0]}_bias" in own:
+        sorted_experts = here.reshape(-1)[order.entries]
+        inner = tuple(y + bias(name, sorted_experts) for y, name in zip(inner, names, strict=True))
+    if fused:
+        inner = inner[0][:, ::2], inner[0][:, 1::2]
+    gate, up = (y.astype(precision.accumulate) for y in inner)
+    hidden = precision.rounded(gated_unit(gate, up, clamp=settings.clamp), "products")
+    hidden = blocks.operand(hidden, "expert_down", precision)
+    weights = weights.reshape(-1, chosen)
+    y = rows.combine(hidden, weights, own["expert_down"], order, precision)
+    if "expert_down_bias" in own:
+        each = (bias("expert_down", here[:, i]) * weights[:, i, None] for i in range(chosen))
+        y = y + rows.added(each)
     return y.reshape(1, 1, *shape, x.shape[-1])
 
 
@@ -214,55 +202,3 @@ def _check_whole_blocks(units: int, whole: int, *, kind: str) -> None:
             f"is no multiple of {blocks.BLOCK}, so a block would be cut; use a smaller mesh.tensor "
             "and sampler.tensor, expert in their place, or leave blocks out"
         )
-
-
-def _added(parts: Iterable[jax.Array] | jax.Array) -> jax.Array:
-    """Adds arrays in order; the order of XLA's sum varies with shapes."""
-    return functools.reduce(jnp.add, parts)
-
-
-# Rows of tokens [N, D] and of their experts [N * k, D], sorted by expert. Entry n * k + i is token
-# n's expert i; `order` [N * k] is the entry of each sorted row, `places` [k, N] the row of each
-# entry. Each is the other's gradient: JAX's rule would add rows one after the other, as it does not
-# know that each occurs once.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sorted(x: jax.Array, order: jax.Array, places: jax.Array, dtype: DType) -> jax.Array:
-    """Returns the sorted rows of the experts of tokens x [N, D], in `dtype`. A token's gradient
-    sums over its experts, so it needs more than 8 or 11 bits of mantissa."""
-    return _taken(x, order // len(places)).astype(dtype)
-
-
-def _sorted_forward(x, order, places, dtype):
-    return _sorted(x, order, places, dtype), (jnp.zeros(0, x.dtype), places)
-
-
-def _sorted_backward(dtype, residuals, dy):
-    like, places = residuals
-    return _added(_taken(dy, places)).astype(like.dtype), None, None
-
-
-@jax.custom_vjp
-def _of_tokens(y: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the rows of each token's experts, [k, N, D], from sorted ones."""
-    return _taken(y, places)
-
-
-def _of_tokens_forward(y, order, places):
-    return _taken(y, places), (order, places)
-
-
-def _of_tokens_backward(residuals, dy):
-    order, places = residuals
-    token, choice = jnp.divmod(order, len(places))
-    rows = dy.reshape(-1, dy.shape[-1])
-    return _taken(rows, choice * dy.shape[1] + token), None, None
-
-
-def _taken(x: jax.Array, rows: jax.Array) -> jax.Array:
-    return x.at[rows].get(mode="promise_in_bounds")
-
-
-_sorted.defvjp(_sorted_forward, _sorted_backward)
-_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)

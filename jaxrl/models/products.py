@@ -369,32 +369,3 @@ def batched_matmul(
     `accumulate`. The gradient's products have this precision, too."""
     x, y = x.astype(precision.accumulate), y.astype(precision.accumulate)
     return _batched(x, y, form, precision)
-
-
-def _grouped_forward(x, weights, sizes, precision):
-    x = x.astype(precision.compute)
-    y = grouped_product(
-        x, weights, sizes, contract=(1, 2), precision=precision, result=precision.activations
-    )
-    return y, (x, weights, sizes)
-
-
-def _grouped_backward(precision, residuals, dy):
-    x, weights, sizes = residuals
-    product_of = functools.partial(grouped_product, sizes=sizes, precision=precision)
-    dx = product_of(dy, weights, contract=(1, 1), result=precision.activations)
-    dweights = product_of(dy, x, contract=(0, 0), group=(), result=weights.dtype)
-    return dx, dweights, None
-
-
-_grouped: Any = jax.custom_vjp(lambda *args: _grouped_forward(*args)[0], nondiff_argnums=(3,))
-_grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def grouped_matmul(
-    x: jax.Array, weights: jax.Array, *, sizes: jax.Array, precision: Precision
-) -> jax.Array:
-    """Computes `x @ weights[g].T` for the rows of each group g: [M, in] and [G, out, in] ->
-    [M, out], in `activations`. The first `sizes[0]` rows belong to group 0, and so on."""
-    x = x.astype(precision.activations)
-    return _grouped(x, weights.astype(precision.compute), sizes, precision)

@@ -54,13 +54,15 @@ def by_cause(
     found: dict[str, Cost] = collections.defaultdict(Cost)
     for work in program_work(text, trips=trips):
         one, moved = work.instruction, work.read + work.written
-        if _COLLECTIVE.match(one.kind) or one.kind.endswith("-done"):
+        if _COLLECTIVE.match(one.kind) or one.kind.endswith(("-done", "-update")):
             continue
+        source = sources(one.line)
         bound = max(work.flops / sheet.units["bf16"], moved / (sheet.memory_rate or math.inf))
         seconds = work.cycles / sheet.clock if sheet.clock else bound
         if is_kernel(one):
             seconds = kernel_seconds(work, kind=chip)
-        source = sources(one.line)
+        elif work.cycles == 0 and "expert_rows.py" in source:
+            seconds = bound  # gathers of rows, for which the compiler has no estimate
         of_head = re.search(head, source) is not None
         cause = _cause(work, source, of_heads=of_heads, head=of_head)
         found[cause] += Cost(seconds, moved)
@@ -84,6 +86,8 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) ->
         return "attention's kernels"
     if one.name.startswith("ragged-dot") or "grouped.py" in source:
         return "products of the experts"
+    if "gather" in one.name and "expert_rows.py" in source:
+        return "order of experts' rows"
     if is_kernel(one):
         return "norm, rope and order of heads" if "heads.py" in source else "other kernels"
     if work.flops:

@@ -96,8 +96,8 @@ def test_every_product_follows_the_policy(text):
         return jnp.sum(y.astype(jnp.float32))
 
     one = jax.tree.map(lambda x: x.astype(precision.compute), layer())
-    found = jax.jit(jax.grad(total, argnums=(0, 1)))
-    grads = jax.eval_shape(found, stream().astype(precision.activations), one)
+    found = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+    _, grads = jax.eval_shape(found, stream().astype(precision.activations), one)
     assert {x.dtype for x in jax.tree.leaves(grads[1])} == {precision.compute}
     assert grads[0].dtype == precision.activations
     program = found.lower(stream().astype(precision.activations), one).as_text()
@@ -186,6 +186,23 @@ def test_forward_pass_repeats_its_routing():
     np.testing.assert_allclose(
         first.hidden, jax.jit(partial(model.hidden, precision=FP32))(*inputs), rtol=1e-6
     )
+
+
+def test_remat_repeats_as_many_products_as_it_says():
+    tokens = jnp.ones((2, 7), jnp.int32)
+
+    def products(remat):
+        model = decoder(CONFIG, remat=remat)
+
+        def total(params):
+            return jnp.sum(model.hidden(params, tokens, tokens, tokens, precision=FP32))
+
+        program = jax.jit(jax.grad(total)).lower(spec.abstract(model.specs, dtype=FP32.compute))
+        return len(re.findall("dot_general", program.as_text()))
+
+    # `layer`: query, key, value, attention's two, output, router, gate and up. What an expert's
+    # last matrix gives is not needed again.
+    assert products("none") == products("matmuls") == products("layer") - 9
 
 
 @pytest.mark.parametrize("base", [tiny.MOE, tiny.DEEPSEEK], ids=["one group", "two groups"])
