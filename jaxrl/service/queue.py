@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from jaxrl.service.requests import Work
@@ -39,9 +39,6 @@ class Queue:
         self._lines = OrderedDict[str, _Line]()
         self._samples = OrderedDict[str, Work]()
         self._first, self._last = 0.0, 0.0  # times at which those that wait have come
-        self._settles = _SETTLES
-        # Requests for samples of each session that came without a pause, now and the last time.
-        self._burst, self._before = Counter[str](), Counter[str]()
         self._closed = False
 
     def open(self, model: str, *, begin: int = 0, passed: set[int] | None = None) -> None:
@@ -60,10 +57,7 @@ class Queue:
         """Adds a request."""
         with self._ready:
             if work.kind == "sample":
-                before, self._last = self._last, time.monotonic()
-                if self._last - before > self._settles:
-                    self._before, self._burst = self._burst, Counter()
-                self._burst[_session(work)] += 1
+                self._last = time.monotonic()
                 self._first = self._first if self._samples else self._last
                 self._samples[work.id] = work
             else:
@@ -95,26 +89,24 @@ class Queue:
 
         A client sends requests for samples one by one. Those that come alone wait a moment for
         others, because what comes while a batch is drawn waits for its end; the last one took
-        `drawn` seconds. They do not wait if each session has sent as many as the last time.
+        `drawn` seconds.
         """
+        settles = max(_SETTLES, min(_SHARE * drawn, _MOST))
         with self._ready:
-            self._settles = max(_SETTLES, min(_SHARE * drawn, _MOST))
             while not self._closed:
-                training, wait = self._training(), self._unsettled(most)
+                training, wait = self._training(), self._unsettled(most, settles)
                 samples = [] if wait and not training else self._sampling(most)
                 if training or samples:
                     return training, samples
                 self._ready.wait(wait or None)
             return None
 
-    def _unsettled(self, most: int) -> float:
+    def _unsettled(self, most: int, settles: float) -> float:
         """Returns the seconds for which more requests for samples may be about to come; 0 if none
-        came for a while, if those that wait fill a batch, or if no more came the last time."""
+        came for `settles`, or if those that wait fill a batch."""
         if not self._samples or sum(w.payload.count for w in self._samples.values()) >= most:
             return 0.0
-        if self._burst.keys() == self._before.keys() and self._burst >= self._before:
-            return 0.0
-        until = min(self._last + self._settles, self._first + _LONGEST * self._settles)
+        until = min(self._last + settles, self._first + _LONGEST * settles)
         return max(0.0, until - time.monotonic())
 
     def _training(self) -> list[Work]:
@@ -166,8 +158,3 @@ class Queue:
             count += one.count
             taken.append(self._samples.pop(work.id))
         return taken
-
-
-def _session(work: Work) -> str:
-    """Returns the session that a request for samples belongs to."""
-    return work.target.partition(":")[0]

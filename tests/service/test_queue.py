@@ -1,8 +1,6 @@
 """The order of work, and the keys and the state of a service."""
 
-import math
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -84,24 +82,6 @@ def test_a_request_for_samples_waits_for_those_that_come_right_after_it(monkeypa
     queue.add(sample("z", 1))
     monkeypatch.setattr(queue_module, "_LONGEST", 0.0)
     assert taken(queue) == ["z"]
-
-
-def test_a_session_that_has_sent_as_many_requests_as_before_does_not_wait(monkeypatch):
-    """Nor do several, once all have; one more session makes all wait."""
-    queue = queue_of()
-    for name in ("a:1", "b:1"):
-        queue.add(sample(name, 1))
-    assert taken(queue) == ["a:1", "b:1"]
-    monkeypatch.setattr(queue_module, "_SETTLES", 60.0)
-    time.sleep(0.1)
-    queue.add(sample("a:2", 1))
-    threading.Timer(0.1, queue.add, [sample("b:2", 1)]).start()
-    assert taken(queue) == ["a:2", "b:2"]
-    queue._last = -math.inf  # long ago
-    for name in ("a:3", "b:3", "c:3"):
-        queue.add(sample(name, 1))
-    threading.Timer(0.1, queue.close).start()
-    assert queue.take(most=8) is None
 
 
 def test_samples_of_one_batch_share_the_base():
