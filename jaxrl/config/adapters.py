@@ -52,5 +52,5 @@ class LoraConfig(AdaptersConfig):
         if self.adapts_head and self.publish == "adapters":
             yield (
                 f"lora.targets = {list(self.targets)} includes lm_head, and servers apply adapters "
-                "of the layers alone; set lora.publish = 'merged', or leave it out"
+                "of the layers alone; set lora.publish = 'merged', or leave lm_head out"
             )
