@@ -74,7 +74,7 @@ def product(
         return functools.reduce(jnp.add, parts)
     free = [axis for axis in range(x.ndim) if axis != contract[0] and axis not in batch]
     rows = math.prod(x.shape[axis] for axis in free)
-    length, unit = x.shape[free[-1]], _row_unit(rows, precision)
+    length, unit = x.shape[free[-1]], row_unit(rows, precision)
     more = -length % (unit // math.gcd(rows // max(1, length), unit))
     if more:
         x = jnp.pad(x, [(0, more * (axis == free[-1])) for axis in range(x.ndim)])
@@ -129,7 +129,7 @@ def _parts(x: jax.Array, bits: int, count: int) -> list[jax.Array]:
     return found
 
 
-def _row_unit(rows: int, precision: Precision) -> int:
+def row_unit(rows: int, precision: Precision) -> int:
     """Returns the unit to whose multiples a product's rows are padded. XLA on CPU sums a vector's
     product in a different order than a matrix's. A processor that multiplies bf16 in tiles (AMX)
     also has a different order for the last rows, which fill no tile."""

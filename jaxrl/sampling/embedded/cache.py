@@ -12,12 +12,15 @@ from jax import lax
 from jaxrl.core.gpu_kernels import on_nvidia
 from jaxrl.core.half_bits import from_bits, to_bits
 from jaxrl.core.precision import Precision
+from jaxrl.core.processor import product_unit
 from jaxrl.models.attention.blocks import TILE, pad_values, softmax_product
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.layers import LayerContext
 from jaxrl.models.linear_attention import LinearState
-from jaxrl.models.products import ADDED, product
+from jaxrl.models.products import ADDED, product, row_unit
 from jaxrl.sampling.embedded import cache_kernel
+
+_TERMS = 32  # of bf16 that a tile adds
 
 
 @struct.dataclass
@@ -101,9 +104,11 @@ def _attend_plain(q, cache, place, positions, *, scoring, precision):
     q = q.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
     # The queries of all tokens and heads that share keys are rows of one matrix.
     q = q.reshape(batch, kv_heads, groups * length, dim)
+    if cache.for_cpu:
+        q, keys = _side_by_side(q, keys, precision)
     contract = (3, 2 if cache.for_cpu else 3)
     scores = product(q, keys, contract=contract, batch=(0, 1), precision=precision)
-    scores = scoring.scores(scores)
+    scores = scoring.scores(scores.reshape(batch, kv_heads, groups * length, -1))
     seen = jnp.broadcast_to(seen[:, None, None], (batch, 1, groups, *seen.shape[1:]))
     seen = seen.reshape(batch, 1, groups * length, -1)
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
@@ -120,6 +125,26 @@ def _attend_plain(q, cache, place, positions, *, scoring, precision):
         out = jnp.stack([out[:, :, i, :, i] for i in range(joined)], axis=2)
     out = out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads, -1)
+
+
+def _side_by_side(
+    q: jax.Array, keys: jax.Array, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    """Lets key heads share a product of tiles (AMX) whose rows would be padded otherwise: queries
+    [B, K, Q, hd] become [B, K / J, J Q, J hd], 0 at the keys of other heads. Each head fills whole
+    tiles of 32 terms, so that the others add exactly 0 to its scores. Keys [B, K, hd, S] are
+    [B, K / J, J hd, S] without a copy."""
+    batch, heads, rows, dim = q.shape
+    fit = min(row_unit(rows, precision) // rows, ADDED // dim)
+    joined = max(j for j in range(1, max(1, fit) + 1) if heads % j == 0)
+    if joined == 1 or dim % _TERMS or product_unit() != "amx_bf16":
+        return q, keys
+    own = jnp.eye(joined, dtype=q.dtype).reshape(1, 1, joined, 1, joined, 1)
+    q = q.reshape(batch, heads // joined, joined, rows, 1, dim) * own
+    return (
+        q.reshape(batch, heads // joined, joined * rows, joined * dim),
+        keys.reshape(batch, heads // joined, joined * dim, -1),
+    )
 
 
 def _near_slots(
