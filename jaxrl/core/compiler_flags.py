@@ -33,8 +33,25 @@ _GPU: dict[str, bool | int] = {
     # writes f32 for them all, and each reader rounds it.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-# KiB of a TPU's fast memory that one kernel may use, by the name of the device.
-_VMEM = {"TPU v5 lite": 50_000, "TPU v5": 50_000, "TPU v6 lite": 98_304}
+_VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of a TPU's fast memory that one kernel may use
+# By the name of the device.
+_OWN: dict[str, dict[str, bool | int]] = {
+    "TPU v5 lite": {_VMEM: 50_000},
+    "TPU v5": {_VMEM: 50_000},
+    "TPU v6 lite": {
+        _VMEM: 98_304,
+        # SparseCores gather weights and add gradients while the others multiply.
+        "xla_tpu_use_tc_device_shape_on_sc": True,
+        "xla_sc_enable_instruction_fusion": False,
+        "xla_sc_disable_megacore_partitioning": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_all_gather_offload_tracing": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_enable_reduce_scatter_offload_tracing": True,
+    },
+}
 
 
 def compiler_flags(device: Any) -> dict[str, bool | int]:
@@ -43,9 +60,7 @@ def compiler_flags(device: Any) -> dict[str, bool | int]:
         return {}
     flags: dict[str, bool | int] = {}
     if device.platform == "tpu":
-        flags = dict(_TPU)
-        if (size := _VMEM.get(device.device_kind)) is not None:
-            flags["xla_tpu_scoped_vmem_limit_kib"] = size
+        flags = _TPU | _OWN.get(device.device_kind, {})
     elif device.platform in ("gpu", "cuda"):
         flags = dict(_GPU)
     given = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}"

@@ -30,7 +30,7 @@ def test_flags_that_this_compiler_does_not_know_are_left_out(monkeypatch):
 def test_flags_depend_on_the_device():
     gpu, cpu = (SimpleNamespace(platform=name, device_kind=name) for name in ("gpu", "cpu"))
     unknown = SimpleNamespace(platform="tpu", device_kind="TPU v99")
-    assert compiler_flags(V6E) == {**compiler_flags(unknown), MEMORY: 98_304}
+    assert compiler_flags(V6E).items() > {**compiler_flags(unknown), MEMORY: 98_304}.items()
     assert compiler_flags(gpu)["xla_gpu_enable_pipelined_all_gather"] is True
     assert compiler_flags(cpu) == {}
     assert flags_note(cpu) is None
