@@ -42,7 +42,7 @@ MODEL, RENDERER = "Qwen/Qwen3-8B", "qwen3_disable_thinking"
 RL = ("groups_per_batch=4", "group_size=4", "max_tokens=48", "learning_rate=1e-3", "lora_rank=32")
 RL += ("behavior_if_log_dir_exists=delete",)
 RECIPES = {
-    "sl_loop": ("batch_size=8", "max_length=256", "learning_rate=1e-2"),
+    "sl_loop": ("batch_size=8", "max_length=256", "learning_rate=1e-3"),
     "rl_loop": ("batch_size=2", "group_size=4", "max_tokens=8", "loss_fn=importance_sampling"),
     "preference.dpo.train": (
         "dataset=hhh",
