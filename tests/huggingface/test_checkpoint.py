@@ -370,8 +370,10 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
 def test_save_refuses_parameters_of_another_config(tiny, tmp_path):
     config, params = huggingface.load(tiny, dtype=None)
     f32 = np.dtype("float32")
-    with pytest.raises(ValueError, match="head"):
-        huggingface.save(tmp_path, {**params, "head": params["embed"]}, config, dtype=f32)
+    with pytest.raises(ValueError, match="score"):
+        huggingface.save(tmp_path, {**params, "score": params["embed"]}, config, dtype=f32)
+    with pytest.raises(ValueError, match=r"'head' has shape \(95, 32\)"):
+        huggingface.save(tmp_path, {**params, "head": params["embed"][1:]}, config, dtype=f32)
     with pytest.raises(ValueError, match=r"'embed' has shape \(95, 32\)"):
         huggingface.save(tmp_path, {**params, "embed": params["embed"][1:]}, config, dtype=f32)
 

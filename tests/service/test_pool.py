@@ -155,8 +155,9 @@ def test_log_probs_are_those_of_the_merged_model(base):
     data = batch(1, 9)
     tokens = data.data[0].tokens[None]
     index, ones = np.arange(9, dtype=np.int32)[None], np.ones((1, 9), np.int32)
-    hidden = base.model.hidden(lora.merge(adapted), tokens, index, ones, precision=base.precision)
-    logits = np.asarray(hidden[0] @ base.params["embed"].T, np.float64)
+    merged = lora.merge(adapted)
+    hidden = base.model.hidden(merged, tokens, index, ones, precision=base.precision)
+    logits = np.asarray(hidden[0] @ base.model.unembedding(merged).T, np.float64)
     logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
     expected = logits[np.arange(9), data.data[0].targets[:, 0]]
     found = pool.compute([("a", data)])[0].logprobs[0][:, 0]
