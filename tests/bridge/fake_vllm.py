@@ -1,7 +1,8 @@
 """Stands in for vLLM: takes its command line, is healthy, and misbehaves as argument 1 says.
 
 It makes what vLLM leaves behind: a segment, a semaphore, a socket and a temporary file, and writes
-their names with its environment to the file of the second argument.
+their names with its environment to the file of the second argument. In the mode "has a keeper" a
+process outside its group owns its directories as well, as a worker in another container might.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import multiprocessing
 import multiprocessing.synchronize
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -80,6 +82,9 @@ def main() -> None:
     temporary.touch()
     about = {"left": left, "socket": listener.getsockname(), "temporary": str(temporary)}
     about["environment"] = dict(os.environ)
+    if sys.argv[1] == "has a keeper":
+        keeper = subprocess.Popen(["sleep", "300"], close_fds=False, start_new_session=True)
+        about["keeper"] = keeper.pid
     draft = Path(sys.argv[2] + ".draft")
     draft.write_text(json.dumps(about))
     while not listed(left):
