@@ -30,7 +30,7 @@ VLLM = [
 ]
 
 
-def run(code: str, *path: Path, cwd: Path = ROOT) -> None:
+def run(code: str, *path: Path, cwd: Path) -> None:
     """Runs a script in a folder, with further folders behind it on the path."""
     script = cwd / "script.py"
     script.write_text(code)

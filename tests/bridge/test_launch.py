@@ -12,12 +12,13 @@ import tempfile
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxrl.bridge.owned_directory import MEMORY, OwnedDirectory
-from jaxrl.bridge.servers import launch
+from jaxrl.bridge.owned_directory import BELONGINGS, MEMORY, OwnedDirectory
+from jaxrl.bridge.servers import launch, watchdog
 from jaxrl.bridge.servers.launch import Device, LocalServer, ServerFailedError, ServerOptions
 from jaxrl.bridge.shared_memory import SharedMemoryPublisher
 
@@ -173,6 +174,22 @@ def test_server_files_are_removed(tmp_path: Path, killed: str) -> None:
             learner.kill()
             foreign.close()
     foreign.unlink()  # fails if it is gone
+
+
+def test_a_late_watchdog_finds_all_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may get no processor for a minute, and is asked last when its server has ended."""
+    now = time.time()
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(watchdog, "_mapped", lambda prefix: {segment.stat().st_ino})
+    (tmp_path / "owned").mkdir()
+    segment, belongings = tmp_path / "psm_new", tmp_path / "owned" / BELONGINGS
+    segments = watchdog.Segments(belongings)
+    segment.touch()
+    now += 60
+    segments.record()
+    assert belongings.read_text() == f"{segment.stat().st_ino} psm_new\n"
 
 
 def start_another() -> None:

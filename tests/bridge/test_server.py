@@ -9,7 +9,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 def _socket_of(server: LocalServer) -> str:
     """Returns the name of a socket that the server's processes listen at."""
-    inodes = {
-        os.readlink(link)
-        for pid in server.process_ids
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-        if os.readlink(link).startswith("socket:")
-    }
+    inodes = set[str]()
+    for pid in server.process_ids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # one that is open for a moment
+                inodes.add(os.readlink(link))
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return next(
         Path(line[7]).name

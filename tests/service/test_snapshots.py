@@ -47,7 +47,7 @@ def test_a_snapshot_is_read_as_written_and_its_requests_are_kept_until_then(
     go, write = threading.Event(), module.write_tenant
 
     def slow(file, tenant, *, seq):
-        assert go.wait(10)
+        assert go.wait(250)
         write(file, tenant, seq=seq)
 
     monkeypatch.setattr(module, "write_tenant", slow)

@@ -43,12 +43,14 @@ class Segments:
     def __init__(self, belongings: Path) -> None:
         """Ignores older files; `belongings` is the owned directory's list."""
         self._list, self._shared = belongings, belongings.parent.parent
-        self._start = time.time() - 1
+        self._start = self._looked = time.time() - 1
         self._found: dict[str, int] = {}  # inodes
 
     def record(self) -> None:
-        """Adds new files to the belongings."""
-        young = dict(self._young())
+        """Adds new files to the belongings, however long the last call was ago."""
+        now = time.time()
+        young = dict(self._younger_than(self._looked - _YOUNG))
+        self._looked = now
         if not young:
             return
         mapped = _mapped(f"{self._shared}/")
@@ -67,13 +69,12 @@ class Segments:
                     file.unlink()
         shutil.rmtree(self._list.parent, ignore_errors=True)
 
-    def _young(self) -> Iterator[tuple[str, int]]:
-        now = time.time()
+    def _younger_than(self, moment: float) -> Iterator[tuple[str, int]]:
         for entry in os.scandir(self._shared):
             if entry.name not in self._found and _SEGMENT.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     state = entry.stat(follow_symlinks=False)
-                    young = max(self._start, now - _YOUNG) < state.st_ctime
+                    young = max(self._start, moment) < state.st_ctime
                     if young and state.st_uid == os.getuid():
                         yield entry.name, state.st_ino
 
