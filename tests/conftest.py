@@ -75,6 +75,10 @@ LONGEST = (
     "test_stream.py",
 )
 
+# Seconds of a test that waits for others' processes: five workers beside other programs on two
+# cores needed 507 for the slowest.
+PATIENCE = 900
+
 # Files whose tests need a server, a second process or a whole run; --fast leaves them out.
 WHOLE = {
     "test_agents.py",
@@ -184,3 +188,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in WHOLE:
             item.add_marker(pytest.mark.whole)
+            item.add_marker(pytest.mark.timeout(PATIENCE))

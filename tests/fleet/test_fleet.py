@@ -23,9 +23,8 @@ from tests.run_config import run_arguments
 from tests.training.small_runs import write_material
 
 pytestmark = [
-    pytest.mark.timeout(900),
     # Ray forks, while jax may run in this process already; the child starts a program at once.
-    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning")
 ]
 
 # Its first call ends the process that makes it, and leaves a mark. Later ones wait after two steps,

@@ -26,9 +26,8 @@ from jaxrl.training.rollouts.stream import Stream
 from tests.fleet.served_groups import open_source, reply, write_material
 
 pytestmark = [
-    pytest.mark.timeout(900),
     # Ray forks, while jax may run in this process already; the child starts a program at once.
-    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning")
 ]
 
 REWARDS = """

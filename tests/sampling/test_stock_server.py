@@ -77,7 +77,6 @@ def trained(seed: int, params: lora.Adapted) -> lora.Adapted:
     return dataclasses.replace(params, adapters=jax.tree.map(draw, params.adapters))
 
 
-@pytest.mark.timeout(900)  # a server starts
 def test_run_trains_adapters_on_it(material: Material, tmp_path: Path) -> None:
     changes = {"run_dir": str(tmp_path / "run"), "rollouts__max_staleness": "1"}
     done = train.train(

@@ -291,7 +291,6 @@ def second(material: Material) -> Iterator[LocalServer]:
         yield server
 
 
-@pytest.mark.timeout(900)  # a second server starts
 def test_adapters_are_published_alone(material, second, tmp_path):
     """Trains adapters through the server, then compares them with the merged model."""
     keys = {"lora__rank": "4", "lora__publish": "adapters"}
@@ -333,7 +332,6 @@ def test_adapters_are_published_alone(material, second, tmp_path):
             check()  # that process has replaced the base weights
 
 
-@pytest.mark.timeout(900)  # a server starts
 def test_a_failed_server_is_skipped_and_recovers(material, second, monkeypatch):
     """It is killed during requests, hangs, and is killed during a publish. The other server takes
     over its requests, and each completion comes once."""

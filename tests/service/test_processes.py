@@ -12,7 +12,7 @@ from tests import tiny
 from tests.service.serving import QUIET, Server
 from tests.service.test_client import ADAM, supervised
 
-pytestmark = [pytest.mark.filterwarnings(*QUIET), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 DATA = [supervised(list(range(5, 25))), supervised([7, 9, 11, 13, 15])]
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

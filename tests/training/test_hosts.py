@@ -19,8 +19,6 @@ from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
 from tests.run_config import run_keys
 
-pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
-
 DEVICES = 4  # of all processes together
 STEPS = 6
 

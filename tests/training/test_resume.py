@@ -26,8 +26,6 @@ from tests import tiny
 from tests.processes import XLA_FLAGS, ModuleProcess
 from tests.run_config import run_arguments
 
-pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
-
 STEPS = 24
 LETTERS = [chr(ord("!") + i) for i in range(61)]  # with three special tokens the tiny vocabulary
 

@@ -114,7 +114,6 @@ def test_a_run_learns_from_a_server_that_fails_at_times(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build is for Linux")
-@pytest.mark.timeout(900)  # a server starts
 def test_served_reward_model_is_the_embedded_one(tmp_path):
     """vLLM's classifier scores token ids of the same checkpoint as the learner's process does."""
     sizes = dataclasses.replace(SERVED, scored=True)

@@ -1,10 +1,6 @@
 """A learner of two real processes publishes through a store."""
 
-import pytest
-
 from tests.training.test_hosts import children, started
-
-pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
 
 def test_each_process_writes_what_it_holds(tmp_path):

@@ -19,9 +19,6 @@ from tests.run_config import run_arguments
 TPU, GPU = (Path(__file__).parents[3] / name for name in (".venv-tpu", ".venv-gpu"))
 
 
-pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
-
-
 def needs(compiler):
     return pytest.mark.skipif(not compiler.is_dir(), reason=f"{compiler.name} is not installed")
 
