@@ -20,11 +20,11 @@ SECONDS = 100.0  # for everything that a test waits for
 class Actor:
     """A worker's process: a thread for each call. `die` ends it with all of its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: bool = False) -> None:
         self.threads, self.lock = ThreadPoolExecutor(64), threading.Lock()
         self.running: set[Future] = set()
         self.most = self.deaths = 0
-        self.silent, self.asked = False, list[Future]()  # and those without an answer
+        self.silent, self.asked = silent, list[Future]()  # and those without an answer
         self.call, self.awake = Method(self._call), Method(self._awake)
 
     def die(self) -> None:
@@ -129,8 +129,8 @@ def until(reached: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def start(count: int, *, slots: int) -> tuple[list[Actor], Workers]:
-    actors = [Actor() for _ in range(count)]
+def start(count: int, *, slots: int, silent: bool = False) -> tuple[list[Actor], Workers]:
+    actors = [Actor(silent) for _ in range(count)]
     workers = Workers(lambda: dict(zip("abcdef", actors, strict=False)), restart=Actor.die)
     workers.together = slots * count
     return actors, workers
@@ -189,8 +189,7 @@ def test_silent_worker_is_ended_and_its_call_is_made_again(monkeypatch, free):
 def test_no_worker_for_long_is_an_error_with_the_last_failure(monkeypatch):
     for name, value in {"_POLL": 0.02, "_PATIENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
-    actors, workers = start(1, slots=1)
-    actors[0].silent = True
+    _, workers = start(1, slots=1, silent=True)
     with pytest.raises(RuntimeError, match="none of the 1 workers of the fleet has been there"):
         workers.submit(double, 1).result(SECONDS)
 
@@ -200,8 +199,7 @@ def test_workers_may_come_and_go_while_calls_run(monkeypatch, free):
         monkeypatch.setattr(module, name, value)
     actors, workers = start(1, slots=2)
     assert workers.submit(double, 1).result(SECONDS) == 2
-    added = Actor()
-    added.silent = True  # it has no place yet, so the whole load stays with the other
+    added = Actor(silent=True)  # it has no place yet, so the whole load stays with the other
     actors.append(added)
     until(lambda: added.asked)
     held = [workers.submit(hold) for _ in range(2)]
