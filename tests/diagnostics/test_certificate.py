@@ -43,11 +43,14 @@ def test_each_bar_fails_alone():
     assert not found.passed
     assert len(found.reasons) == 1
     assert "clips 0.15 % of the tokens at a clip of 0.8 to 1.28" in found.reasons[0]
-    wide = certify(tokens(np.full(50, 1.19)), clip=CLIP, facts={})  # inside the clip, a KL of .016
+    wide = certify(tokens(np.full(1000, 1.19)), clip=CLIP, facts={})  # a KL of .016
     assert len(wide.reasons) == 1
     assert "mismatch KL is 0.016" in wide.reasons[0]
     unknown = certify(tokens(np.append(even, np.nan)), clip=CLIP, facts={})
     assert not unknown.passed
+    few = certify(tokens(even[:999]), clip=CLIP, facts={})
+    assert len(few.reasons) == 1
+    assert "999 tokens cannot show a share of 0.1 %" in few.reasons[0]
 
 
 @pytest.mark.parametrize("unit", ["mean", "product"])
@@ -84,8 +87,16 @@ def test_certificate_survives_its_file_and_names_what_changed():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"passed": true}', "not JSON"])
+WHOLE = {"passed": True, "reasons": [], "numbers": {"tokens": 1000, "kl": 0.0}, "facts": {}}
+OTHERS = [{"passed": "yes"}, {"numbers": {}}, {"numbers": {"tokens": 9, "kl": None}}, {"new": 1}]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"passed"', b"\xff", *(json.dumps(WHOLE | one) for one in OTHERS)]
+)
 def test_other_files_are_refused(text):
+    """Empty, cut off, damaged, and from a version with another field."""
+    Certificate.from_json(json.dumps(WHOLE))
     with pytest.raises(ValueError, match="jaxrl doctor --certify"):
         Certificate.from_json(text)
 

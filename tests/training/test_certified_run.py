@@ -31,7 +31,7 @@ def material(tmp_path_factory):
 
 
 def certified(material, out, precision: str, **changes) -> int:
-    keys = {"prompts": 4, "completions": 2, "sampling.max_tokens": 8, "out": out} | changes
+    keys = {"prompts": 16, "completions": 8, "sampling.max_tokens": 16, "out": out} | changes
     given = [f"--{key}={value}" for key, value in keys.items()]
     return main(["doctor", f"{material}/model", "--certify", f"--precisions={precision}", *given])
 

@@ -6,7 +6,7 @@ another dtype policy, another server or another model: `Certificate.changes` nam
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -20,6 +20,9 @@ KL_BAR = 0.015
 
 PHANTOM_BAR = 1e-3
 """Largest share of tokens that rounding alone may clip."""
+
+FEWEST_TOKENS = 1000
+"""Fewest tokens that pass: among fewer, none may be clipped where one in a thousand is."""
 
 BANDS = ((0.999, 1.002), (0.99, 1.01), (0.95, 1.05))
 """Ranges of the ratio whose shares of tokens a certificate has; the first is that of MLPerf's
@@ -64,11 +67,17 @@ class Certificate:
     def from_json(cls, text: str | bytes) -> "Certificate":
         """Reads what `to_json` wrote; raises ValueError if it is not that."""
         try:
-            found = cls(**json.loads(text))
-            kinds = (found.passed, bool), (found.reasons, list), (found.facts, dict)
-            if not all(isinstance(value, kind) for value, kind in (*kinds, (found.numbers, dict))):
-                raise ValueError("a field has another type")
-            return found
+            tree = json.loads(text)
+            names = [field.name for field in fields(cls)]
+            if not isinstance(tree, dict) or tree.keys() != set(names):
+                raise ValueError(f"expected the fields {', '.join(names)} and no others")
+            for name, kind in (("passed", bool), ("reasons", list), ("facts", dict)):
+                if not isinstance(tree[name], kind):
+                    raise ValueError(f"{name} has another type")
+            for name in ("tokens", "kl"):
+                if not isinstance(dict(tree["numbers"]).get(name), int | float):
+                    raise ValueError(f"numbers has no number {name}")
+            return cls(**tree)
         except (TypeError, ValueError) as error:
             raise ValueError(f"it is not what `jaxrl doctor --certify` writes ({error})") from None
 
@@ -85,6 +94,11 @@ def certify(tokens: LogRatio, *, clip: Clip, facts: Mapping[str, str]) -> Certif
         numbers[f"ratio_in_{lowest:g}_{highest:g}"] = float(share)
     numbers |= {"phantom": phantom, "equal": float(np.mean(tokens.learner == tokens.sampler))}
     reasons = []
+    if len(ratio) < FEWEST_TOKENS:
+        reasons.append(
+            f"{len(ratio)} tokens cannot show a share of {100 * PHANTOM_BAR:g} %: sample at least "
+            f"{FEWEST_TOKENS}, with more prompts, completions or sampling.max_tokens"
+        )
     if not kl <= KL_BAR:  # NaN does not pass
         reasons.append(f"the mismatch KL is {kl:.2g} nats a token, and at most {KL_BAR} pass")
     if not phantom <= PHANTOM_BAR:

@@ -80,7 +80,8 @@ def draw_frontier(choices: Sequence[Choice], *, bound: float, cost: str) -> Figu
     panel.axhline(bound, color="0.4", linewidth=0.8, linestyle=":", label=f"bound, {bound:g}")
     for choice in _known(choices):
         place = choice.cost, max(choice.beta, floor)
-        panel.scatter(*place, s=18, color="#1f5fbf" if choice in line else "0.6")
+        color, above = ("#1f5fbf", 4) if choice in line else ("0.6", 3)
+        panel.scatter(*place, s=18, color=color, zorder=above)
         if choice in line or choice.name in PRESETS:
             panel.annotate(
                 choice.name,
