@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl import models
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
-from jaxrl.core import short_name
+from jaxrl.core import most_kept, short_name
 from jaxrl.data import length_line
 from jaxrl.models import Model, lora
 
@@ -43,5 +43,19 @@ def first_lines(
         data and data + f"; held out: {held_out}" * (held_out > 0),
         f"precision: {precision.text} (weights {short_name(precision.params)}, products "
         f"{short_name(precision.compute)}, sampler {short_name(precision.sampler)})",
+        _kept_tokens(config, sizes.vocab_size),
     )
     return [line for line in lines if line]
+
+
+def _kept_tokens(config: Config | SupervisedConfig, vocab_size: int) -> str | None:
+    """Says how many tokens truncated sampling keeps, if no key of the run does."""
+    most = most_kept(vocab_size)
+    if not isinstance(config, Config) or not config.sampling.truncated or config.sampling.top_k:
+        return None
+    if most == vocab_size:
+        return None
+    return (
+        f"sampling: keeps the {most} most probable of {vocab_size:,} tokens, as many as a record "
+        "names, and of them those that sampling.top_p and min_p leave"
+    )

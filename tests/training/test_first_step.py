@@ -12,8 +12,11 @@ from jaxrl import huggingface
 from jaxrl.cli import main
 from jaxrl.config.tables import EvalConfig
 from jaxrl.huggingface import Checkpoint
+from jaxrl.models.model import decoder
+from jaxrl.training.first_lines import first_lines
 from jaxrl.training.first_step import first_step
 from tests import tiny
+from tests.run_config import run_config
 from tests.training.small_runs import write_material
 
 
@@ -35,6 +38,21 @@ def cache(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path / "first_steps.json"
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_run_tells_how_many_tokens_truncation_keeps():
+    """Where no key does: records name 42 tokens, and the model has 64."""
+    model = decoder(tiny.CONFIG)
+
+    def said(**keys) -> str:
+        config = run_config("nothing", **{f"sampling.{key}": value for key, value in keys.items()})
+        given = {"devices": "one", "lengths": [], "held_out": 0}
+        return "\n".join(first_lines(config, model, specs=model.specs, **given))
+
+    for keys in ({"top_p": 0.9}, {"min_p": 0.1}):
+        assert "sampling: keeps the 42 most probable of 64 tokens" in said(**keys)
+    for keys in ({}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}):
+        assert "sampling:" not in said(**keys)
 
 
 def test_the_last_first_step_is_told(cache):
