@@ -52,6 +52,9 @@ def test_candidates_can_be_computed_and_differ():
     own = {Precision.parse(text) for text in candidates("cpu")}
     more = {Precision.parse(text) for text in candidates("cpu", blocks=("e4m3", "int8"))}
     assert own == {one for one in more if one.blocks == "none"}
+    fixed = {Precision.parse(text) for text in candidates("cpu", fixed_sums=True)} - own
+    presets = ("fp32", "bf16", "bf16_master", "fp16_master")  # learner and sampler compute alike
+    assert fixed == {Precision.parse(f"{name},sums=fixed") for name in presets}
     # A number of E4M3 times its factor is not exact in f16.
     assert Precision.parse("fp16_master,blocks=int8") in more
     assert {one.blocks for one in more if one.compute == "float16"} == {"none", "int8"}

@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from jaxrl.core.precision import PRESETS, PRODUCTS, Precision, check_products, short_name
+from jaxrl.core.precision import (
+    PRESETS,
+    PRODUCTS,
+    Precision,
+    check_products,
+    disagreement,
+    short_name,
+)
 
 _STEPS = ("activations", "logits", "wire", "sampler")  # roles that are changed one at a time
 _WAYS = ("bf16x6", "bf16x3", "tf32x3", "tf32")  # of products of f32 operands
@@ -20,11 +27,13 @@ class Choice(NamedTuple):
     cost: float  # such as seconds of a step
 
 
-def candidates(platform: str, *, devices: int = 1, blocks: Sequence[str] = ()) -> list[str]:
+def candidates(
+    platform: str, *, devices: int = 1, blocks: Sequence[str] = (), fixed_sums: bool = False
+) -> list[str]:
     """Lists dtype policies to compare on a platform: the presets, and each with one role changed to
-    f32 or to its narrow dtype, with other products of f32 operands, or with operands of 8 bits in
-    a form of `blocks`, which the sampler must have. Policies that the platform cannot compute and
-    those that compute alike are left out."""
+    f32 or to its narrow dtype, with other products of f32 operands, with operands of 8 bits in a
+    form of `blocks`, or with `fixed_sums`. The last two the sampler must have. Policies that the
+    platform cannot compute and those that compute alike are left out."""
     found: dict[Precision, str] = {}
     for name, preset in PRESETS.items():
         narrow = short_name(preset.sampler)
@@ -32,6 +41,8 @@ def candidates(platform: str, *, devices: int = 1, blocks: Sequence[str] = ()) -
         others = (way for way in _WAYS if platform in PRODUCTS[way][1])  # a CPU only emulates them
         texts += [f"{name},products={way}" for way in others]
         texts += [f"{name},blocks={kind}" for kind in blocks]
+        if fixed_sums and disagreement(preset) is None:
+            texts.append(f"{name},sums=fixed")
         for text in (name, *texts):
             try:
                 precision = Precision.parse(text)
