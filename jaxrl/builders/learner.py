@@ -26,7 +26,6 @@ from jaxrl.core import (
     MinibatchShape,
     Rollout,
     abstract_minibatch,
-    cast,
     disagreement,
     jit,
     most_rows,
@@ -63,7 +62,7 @@ class Learning(NamedTuple):
     # gradient; None if it computes alike.
     drift: Callable[[Any, Minibatch], Any] | None
     critic: ActorCritic | None  # compiled in the same way; None unless the recipe has one
-    # The initial trainable parameters, in precision.compute; None unless a loss or reward needs
+    # The initial trainable parameters, as `lora.as_reference`; None unless a loss or reward needs
     # them on these devices.
     reference: Params | None
     # The reference on devices of its own or on a server.
@@ -113,8 +112,7 @@ def open_learning(
             config, model, params=params, specs=specs, apart=apart["reference"]
         )
     elif holds_reference(config, recipe):
-        trained = lora.trainable(params)
-        reference = jit(cast, static_argnums=1)(trained, config.precision.compute)
+        reference = jit(lora.as_reference, static_argnums=1)(params, config.precision)
     init = jit(pure.init, donate_argnums=0, out_shardings=shardings)
     compiled = functools.partial(jit, sums=config.precision.sums)
     state, critic = State(init(params)), None

@@ -15,7 +15,7 @@ from jaxrl.builders.apart import Apart
 from jaxrl.builders.model import make_decoder
 from jaxrl.builders.served_model import ask_scorer, connect_scorer
 from jaxrl.config.training import Config
-from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, cast, jit, pack_minibatch
+from jaxrl.core import Hosts, Minibatch, MinibatchShape, Rollout, jit, pack_minibatch
 from jaxrl.huggingface import Checkpoint
 from jaxrl.learner import make_score
 from jaxrl.models import Model, lora
@@ -38,7 +38,7 @@ def place_reference(
         precision=config.precision,
         param_shardings=apart.layout.constraints(specs),
     )
-    trained = jit(cast, static_argnums=1)(lora.trainable(params), config.precision.compute)
+    trained = jit(lora.as_reference, static_argnums=1)(params, config.precision)
     initial = place(lora.with_trainable(params, trained), apart.layout.tree(specs))
     compiled = functools.partial(jit(score, sums=config.precision.sums), initial)
     return lambda rollouts, minibatch: apart.bring(compiled(apart.send(minibatch)))

@@ -17,6 +17,7 @@ from flax import struct, traverse_util
 from jax import lax
 
 from jaxrl.core.buckets import count_bucket
+from jaxrl.core.casts import cast
 from jaxrl.core.precision import PRESETS, DType, Precision
 from jaxrl.models import spec
 from jaxrl.models.products import product
@@ -234,6 +235,14 @@ def computes_merged(precision: Precision) -> bool:
     because adapters beside their matrices add in another order, and with weights in 8 bits, because
     they would not be rounded."""
     return precision.sums == "fixed" or precision.blocks in ("e4m3", "int8")
+
+
+def as_reference(params: Any, precision: Precision) -> Any:
+    """Returns the trainable part as a reference keeps it: in `compute`, and as it is where the
+    learner merges, which rounds the sum alone. Its log-probs are then those of the learner with the
+    same parameters, bit for bit."""
+    merged = isinstance(params, Adapted) and computes_merged(precision)
+    return cast(trainable(params), precision.params if merged else precision.compute)
 
 
 def of_adapters(params: Any, grads: Any) -> Any:

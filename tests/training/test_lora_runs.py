@@ -11,8 +11,9 @@ import pytest
 from flax import traverse_util
 
 from jaxrl.core.casts import cast
+from jaxrl.core.compiled import jit
 from jaxrl.core.packing import MinibatchShape, pack_minibatch
-from jaxrl.core.precision import PRESETS as PRECISIONS
+from jaxrl.core.precision import PRESETS as PRECISIONS, Precision
 from jaxrl.learner.policy import make_learner
 from jaxrl.learner.update import checkpoint_view, from_checkpoint
 from jaxrl.losses.aggregation import token_mean
@@ -108,6 +109,15 @@ def test_frozen_parameters_have_no_state():
     kept = checkpoint_view(state)
     assert sum(x.size for x in jax.tree.leaves(kept.params)) == trained
     assert from_checkpoint(kept, like=state) == state
+
+
+def test_a_reference_scores_as_the_learner_with_the_same_adapters():
+    """Bit for bit, also where the learner merges adapters, which rounds W + s B A alone."""
+    precision = Precision.parse("bf16_master,sums=fixed")
+    params, score = adapted(kept=precision.wire), jit(make(MOMENTUM, precision=precision).score)
+    reference = lora.with_trainable(params, lora.as_reference(params, precision))
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(score(reference, minibatch()), score(params, minibatch()))
 
 
 def test_mesh_changes_adapters_by_rounding_only():

@@ -11,7 +11,7 @@ import jax
 from jaxrl.builders.model import find_trained
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
-from jaxrl.core import Metrics, Minibatch, cast, check_parameters, jit, load_function, naming_keys
+from jaxrl.core import Metrics, Minibatch, check_parameters, jit, load_function, naming_keys
 from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, loss_arguments, objective, preference
 from jaxrl.losses.preference import PairLoss
@@ -29,8 +29,7 @@ def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     checkpoint = find_trained(config)
     data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
     setup = set_up(config, checkpoint)
-    initial = lora.trainable(setup.params)
-    reference: Params = jit(cast, static_argnums=1)(initial, config.precision.compute)
+    reference: Params = jit(lora.as_reference, static_argnums=1)(setup.params, config.precision)
     learner = make_learner(
         setup.model,
         goal,
