@@ -1,11 +1,13 @@
 """Loads models from the checkpoint that a config names."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import traverse_util
 
 from jaxrl import huggingface, models
+from jaxrl.builders.same_files import check_same_files
 from jaxrl.config.adapters import AdaptersConfig
 from jaxrl.config.supervised import SupervisedConfig
 from jaxrl.config.training import Config
@@ -114,33 +116,13 @@ def load_model(
         raise ValueError(
             f"{checkpoint.directory} is a reward model; a causal language model is required"
         )
-    check_same_files(checkpoint, Hosts())
+    check_same_files("models", checkpoint.directory, checkpoint.fingerprint, Hosts())
     model = make_decoder(config, layout=layout, remat=remat, attention=attention)
     shardings: dict[str, Any] = traverse_util.flatten_dict(layout.tree(model.specs), sep="/")
     params = checkpoint.load(
         dtype=dtype, put=lambda name, array: place(array, shardings[name]), scored=scored
     )
     return model, params
-
-
-def check_same_files(checkpoint: Checkpoint, hosts: Hosts) -> None:
-    """Checks that all processes of a run read the same model; all must call it.
-
-    Raises:
-      ValueError: on every process, if their files differ. It names the first process that differs
-        from process 0, and the first file.
-    """
-    if hosts.count == 1:
-        return
-    (_, ours), *others = hosts.gather((checkpoint.directory, checkpoint.fingerprint()))
-    for process, (directory, theirs) in enumerate(others, start=1):
-        if ours != theirs:
-            names = sorted(ours.keys() | theirs.keys())
-            name = next(name for name in names if ours.get(name) != theirs.get(name))
-            raise ValueError(
-                f"processes 0 and {process} read different models: {name} is another one in "
-                f"{directory} of process {process}; copy one of them to all hosts"
-            )
 
 
 def check_token_ids(reader: Checkpoint, policy: Checkpoint, *, key: str) -> None:
@@ -192,7 +174,7 @@ def load_trained(
 
     Trained parameters are in `precision.params`: all of them, or with lora the adapters and the
     head of a scorer. Frozen parameters are in `precision.wire`. Raises as `load_model`,
-    `trained_specs` and `load_adapter`.
+    `trained_specs`, `check_same_files` and `load_adapter`.
     """
     c, precision = config.lora, config.precision
     dtype = precision.wire if c.rank else precision.params
@@ -208,6 +190,8 @@ def load_trained(
     if not isinstance(specs, lora.Adapted):
         return model, params, specs
     if c.path is not None:
+        files = functools.partial(huggingface.adapter_fingerprint, c.path)
+        check_same_files("adapters", c.path, files, Hosts())
         adapters = huggingface.load_adapter(c.path, specs, dtype=precision.params)
     else:
         adapters = models.init(specs.adapters, jax.random.key(config.seed), dtype=precision.params)

@@ -21,7 +21,7 @@ from jaxrl.huggingface.config import convert
 from jaxrl.huggingface.config.file import read_config
 from jaxrl.huggingface.config.quantization import Block, quant_method, read_block
 from jaxrl.huggingface.files import named, read_index, read_parameter, weight_files
-from jaxrl.huggingface.fingerprint import fingerprint
+from jaxrl.huggingface.fingerprints import fingerprint
 from jaxrl.huggingface.tensors.names import checked_tensors
 from jaxrl.huggingface.tokenizer import load_tokenizer, read_end_ids
 from jaxrl.models import spec

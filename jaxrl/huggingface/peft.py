@@ -19,6 +19,7 @@ from jaxrl.huggingface.files import (
     write_json,
     write_tensors,
 )
+from jaxrl.huggingface.fingerprints import fingerprint
 from jaxrl.models import spec
 from jaxrl.models.lora import Adapted
 from jaxrl.models.spec import Params
@@ -84,6 +85,11 @@ def _whole_modules(specs: Adapted) -> list[str]:
     """Lists the modules that are trained whole: the head of a scorer."""
     names = (one.name for one in spec.flatten(specs.adapters).values())
     return [name.split(".")[-2] for name in names if ".lora_" not in name]
+
+
+def adapter_fingerprint(directory: str | Path) -> dict[str, str]:
+    """Returns the `fingerprint` of the files that `load_adapter` reads."""
+    return fingerprint(Path(directory) / name for name in (_CONFIG, _TENSORS))
 
 
 def load_adapter(directory: str | Path, specs: Adapted, *, dtype: DType) -> Params:

@@ -17,7 +17,8 @@ from jaxrl.core import Hosts, ReportedError, keep_collectives_ordered, report
 JOIN = 300  # seconds to wait for the other processes at the start
 HEARTBEAT = 30  # seconds without a heartbeat: longer than any pause of a healthy process
 
-_PLACES = ("path", "_dir")  # ends of keys that name a place, which may differ between hosts
+# Ends of keys that name a place: another one on another host, but not one on some hosts alone.
+_PLACES = ("path", "_dir")
 
 
 @contextmanager
@@ -81,28 +82,28 @@ def joined(
 
 def check_same(keys: Mapping[str, Any]) -> None:
     """Checks that all processes were started with the same values of these keys; all must call it.
-    Those of [hosts] and places of files may differ.
+    Those of [hosts] may differ, and so may places of files, if all processes have one.
 
     Raises:
       ValueError: on every process, if they were not. It names the first process that differs from
         process 0, and the keys with both values.
     """
-    ours = {
-        key: value
-        for key, value in keys.items()
-        if not key.startswith("hosts.") and not key.endswith(_PLACES)
-    }
+    ours = {key: value for key, value in keys.items() if not key.startswith("hosts.")}
     first, *others = Hosts().gather(ours)
     for process, theirs in enumerate(others, start=1):
         if different := [
             f"{key} = {toml_text(first.get(key))} and {toml_text(theirs.get(key))}"
             for key in sorted(first.keys() | theirs.keys())
-            if first.get(key) != theirs.get(key)
+            if _compared(key, first.get(key)) != _compared(key, theirs.get(key))
         ]:
             raise ValueError(
                 f"processes 0 and {process} differ in {'; '.join(different)}; start the same "
                 "command with the same config on every host"
             )
+
+
+def _compared(key: str, value: Any) -> Any:
+    return bool(value) if key.endswith(_PLACES) else value
 
 
 def _check_alone(processes: int | None, process: int | None) -> None:

@@ -15,6 +15,7 @@ from jaxrl.builders.prompts import rendering, training_params
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.reference import connect_reference
 from jaxrl.builders.reward_model import RewardModel, load_reward_model
+from jaxrl.builders.same_files import check_same_functions
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
 from jaxrl.builders.task import MODEL, TaskData, load_task, plays_in_workers
@@ -93,6 +94,8 @@ def open_run(config: Config, *, fork: str | None = None) -> Iterator[tuple[Run, 
     config = hosts.on_leader(lambda: rollbacks.settle(directory, config))
     change = hosts.on_leader(lambda: compare_config(directory, config))  # before the model is read
     start = hosts.on_leader(lambda: find_fork(fork, config))
+    loss = {"loss.name": config.loss.name, "loss.advantage": config.loss.advantage}
+    check_same_functions(loss, hosts)
     recipe, models = make_recipe(config), find_models(config)
     layout = make_layout(config.mesh, precision=config.precision, apart=config.devices_apart)
     workers, splits = fleet_workers(), ("train", "test") if hosts.leads else ()

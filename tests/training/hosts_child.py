@@ -26,8 +26,10 @@ from jaxrl.bridge.base import UnavailableError, new_learner
 from jaxrl.bridge.source import ParamsSource
 from jaxrl.bridge.store.objects import Store
 from jaxrl.bridge.store.publisher import StoreFollower, StorePublisher
-from jaxrl.builders.model import check_same_files
+from jaxrl.builders.model import find_trained, load_trained, trained_specs
+from jaxrl.builders.same_files import check_same_functions
 from jaxrl.config.hosts import HostsConfig
+from jaxrl.config.training import Config
 from jaxrl.core.hosts import Hosts
 from jaxrl.core.precision import PRESETS
 from jaxrl.learner import digests
@@ -44,6 +46,7 @@ from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.run_directory import lock
 from tests import tiny
 from tests.bridge.store.hosts import host
+from tests.run_config import run_config
 
 DIRECTORY = Path(sys.argv[-1])
 
@@ -95,17 +98,35 @@ def _exchanged(hosts: Hosts, cut: Params, specs: Specs) -> None:
 
 
 def _compared(hosts: Hosts) -> None:
-    """Process 2 reads another model than the others, of the same shapes."""
-    said = r"0 and 2 read different models: model\.safetensors is another one in .*/other-2 of"
-    for name, expected in (
-        ("same", nullcontext()),
-        ("other", pytest.raises(ValueError, match=said)),
-    ):
-        directory = DIRECTORY / f"{name}-{hosts.index}"
-        params = tiny.params(int(hosts.index == 2 and name == "other"))
-        huggingface.save(directory, params, tiny.CONFIG, dtype=PRESETS["fp32"].wire)
-        with expected:
-            check_same_files(huggingface.Checkpoint(directory), hosts)
+    """Process 2 reads another model, other adapters or another loss than the others, under the same
+    names and of the same shapes."""
+    layout = Layout(make_mesh(fsdp=-1), RULES["fsdp"])
+    files = {
+        "models": "model.safetensors",
+        "adapters": "adapter_model.safetensors",
+        "files of loss.name": "loss.py",
+    }
+    for odd in (None, *files):
+        directory = DIRECTORY / f"{files.get(odd or '')}-{hosts.index}"
+        config = _written(directory, [int(hosts.index == 2 and name == odd) for name in files])
+        said = f"0 and 2 read different {odd}: {files.get(odd or '')} is another one in .*-2 of "
+        with nullcontext() if odd is None else pytest.raises(ValueError, match=said):
+            load_trained(config, find_trained(config), layout=layout)
+            check_same_functions({"loss.name": config.loss.name}, hosts)
+
+
+def _written(directory: Path, seeds: list[int]) -> Config:
+    """Writes a model, adapters and a loss; returns a config that names them."""
+    keys = {"lora.rank": 2, "lora.path": directory, "loss.name": f"{directory}/loss.py:own"}
+    config = run_config(directory, **{**keys, "model.path": directory})
+    model, adapters, loss = seeds
+    wire = PRESETS["fp32"].wire
+    huggingface.save(directory, tiny.params(model), tiny.CONFIG, dtype=wire)
+    specs = trained_specs(config.lora, decoder(tiny.CONFIG).specs)
+    drawn = tiny.drawn(specs.adapters, adapters)
+    huggingface.save_adapter(directory, drawn, specs=specs, base="model", dtype=wire)
+    (directory / "loss.py").write_text(f"def own(): ...  # {loss}")
+    return config
 
 
 def _sizes(dtype: Any) -> list[int]:

@@ -117,17 +117,22 @@ def test_unshared_run_directory_is_an_error(tmp_path):
 
 
 def test_different_keys_are_an_error_on_all(tmp_path):
-    """Before the model is read: its directory is empty."""
+    """Before the model is read: its directory is empty. Another place of a file is no difference,
+    but without one a process would leave out what the others do together."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "prompts.jsonl").touch()
+    for name in ("prompts", "held_out"):
+        (tmp_path / f"{name}.jsonl").touch()
     every = run_keys(tmp_path, **{"run_dir": tmp_path / "run", "train.steps": 2})
     first, second = of_processes("train", every, count=2)
     second += ["--loss.clip_high", "0.3", "--run_dir", str(tmp_path / "elsewhere")]
+    second += ["--data.eval_path", str(tmp_path / "held_out.jsonl")]
     with started([first, second], tmp_path) as processes:
         assert [process.wait() for process in processes] == [1, 1]
     for i in range(2):
         text = (tmp_path / f"{i}.log").read_text()
-        assert "processes 0 and 1 differ in loss.clip_high = " in text
+        assert "processes 0 and 1 differ in data.eval_path = none and '" in text
+        assert "; loss.clip_high = " in text
+        assert "run_dir" not in text
         assert " and 0.3; start the same command" in text
 
 

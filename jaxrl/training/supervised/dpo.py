@@ -9,9 +9,10 @@ import dataclasses
 import jax
 
 from jaxrl.builders.model import find_trained
+from jaxrl.builders.same_files import check_same_functions
 from jaxrl.builders.supervised import set_up
 from jaxrl.config.preference import DPOConfig, PairLossConfig
-from jaxrl.core import Metrics, Minibatch, check_parameters, jit, load_function, naming_keys
+from jaxrl.core import Hosts, Metrics, Minibatch, check_parameters, jit, load_function, naming_keys
 from jaxrl.learner import make_learner
 from jaxrl.losses import Scores, loss_arguments, objective, preference
 from jaxrl.losses.preference import PairLoss
@@ -25,6 +26,7 @@ from jaxrl.training.supervised.pairs import fit_pairs, load_pairs
 def train_dpo(config: DPOConfig, *, fork: str | None = None) -> FitResult:
     """Trains a policy on pairs; raises as `fit`, and ValueError for a bad loss, data or model."""
     start = check_resumable(config, fork=fork)
+    check_same_functions({"loss.name": config.loss.name}, Hosts())
     goal = objective(preference.pairwise(load_loss(config.loss)), preference.pair_mean)
     checkpoint = find_trained(config)
     data = load_pairs(config.data, checkpoint.tokenizer, max_tokens=config.train.row_length)
