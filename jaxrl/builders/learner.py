@@ -262,10 +262,10 @@ def build_learner(
     """Builds the learner of a training run, not compiled, and its learning rate.
 
     Raises:
-      ValueError: for routing replay of a dense model, or a form of latent attention that the model
-        lacks.
+      ValueError: for routing replay of a dense model, or a dtype policy that the model cannot be
+        computed with, also that of a rollback.
     """
-    check_form(config.precision, model.config)
+    _check_precisions(config, model.config)
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
             f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "
@@ -291,3 +291,20 @@ def build_learner(
         )
         learner = learner._replace(step=step)
     return learner, learning_rate
+
+
+def _check_precisions(config: Config, sizes: DecoderConfig) -> None:
+    """Checks that the model can be computed with each dtype policy of the run.
+
+    Raises:
+      ValueError: if it cannot; the message names the key.
+    """
+    policies = {"precision": config.precision, "alarms.precision": config.alarms.precision}
+    for key, precision in policies.items():
+        if precision is None:
+            continue
+        try:
+            check_form(precision, sizes)
+            sizes.check_blocks(precision.blocks)
+        except ValueError as error:
+            raise ValueError(f"{key} = {precision.text!r}: {error}") from None

@@ -146,16 +146,32 @@ class Config(RunConfig):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        yield from _sizes(self)
-        yield from _algorithm(self)
-        yield from _sampling(self)
-        yield from _weight_sync(self)
-        yield from _fixed_sums(self)
-        yield from _blocks(self)
-        yield from _alarms(self)
-        yield from _own_meshes(self)
-        yield from self.optimizer.conflicts(self.precision, steps=self.policy_steps)
-        yield from self.fleet.conflicts(self.sampler, self.hosts, run_dir=self.run_dir)
+        found = list(_between_tables(self))
+        yield from found
+        yield from (line for line in _after_rollback(self) if line not in found)
+
+
+def _between_tables(c: Config) -> Iterator[str]:
+    yield from _sizes(c)
+    yield from _algorithm(c)
+    yield from _sampling(c)
+    yield from _weight_sync(c)
+    yield from _fixed_sums(c)
+    yield from _blocks(c)
+    yield from _alarms(c)
+    yield from _own_meshes(c)
+    yield from c.optimizer.conflicts(c.precision, steps=c.policy_steps)
+    yield from c.fleet.conflicts(c.sampler, c.hosts, run_dir=c.run_dir)
+
+
+def _after_rollback(c: Config) -> Iterator[str]:
+    """Describes what alarms.precision contradicts: a run must not learn it from an alarm."""
+    if (new := c.alarms.precision) is None:
+        return
+    alarms = c.alarms.model_copy(update={"precision": None})
+    for line in _between_tables(c.model_copy(update={"precision": new, "alarms": alarms})):
+        own = line.startswith("precision = ")
+        yield f"alarms.{line}" if own else f"alarms.precision = {new.text!r}: {line}"
 
 
 def _own_meshes(c: Config) -> Iterator[str]:
@@ -198,20 +214,19 @@ def _fixed_sums(c: Config) -> Iterator[str]:
 
 
 def _blocks(c: Config) -> Iterator[str]:
-    for key, found in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
-        if found is None or found.blocks == "none" or c.sampler.name == "embedded":
-            continue
-        if found.blocks != "int8" or c.sampler.name != "vllm":
-            yield (
-                f"{key} = {found.text!r}: blocks={found.blocks} does not apply to sampler.name = "
-                f"{c.sampler.name!r}; leave it out, use blocks=int8 with 'vllm', or the embedded "
-                "sampler"
-            )
-        elif c.lora.rank and c.lora.publish == "adapters":
-            yield (
-                f"{key} = {found.text!r}: blocks={found.blocks} rounds merged weights, and "
-                "lora.publish = 'adapters' sends none; set lora.publish = 'merged'"
-            )
+    key, blocks = f"precision = {c.precision.text!r}", c.precision.blocks
+    if blocks == "none" or c.sampler.name == "embedded":
+        return
+    if blocks != "int8" or c.sampler.name != "vllm":
+        yield (
+            f"{key}: blocks={blocks} does not apply to sampler.name = {c.sampler.name!r}; leave it "
+            "out, use blocks=int8 with 'vllm', or the embedded sampler"
+        )
+    elif c.lora.rank and c.lora.publish == "adapters":
+        yield (
+            f"{key}: blocks={blocks} rounds merged weights, and lora.publish = 'adapters' sends "
+            "none; set lora.publish = 'merged'"
+        )
 
 
 def _sizes(c: Config) -> Iterator[str]:
@@ -320,16 +335,11 @@ def _sampling(c: Config) -> Iterator[str]:
 
 
 def _weight_sync(c: Config) -> Iterator[str]:
-    for key, found in (("precision", c.precision), ("alarms.precision", c.alarms.precision)):
-        if (
-            found is not None
-            and found.wire.itemsize == 1
-            and (c.sampler.name != "embedded" or c.lora.rank)
-        ):
-            yield (
-                f"{key} = {found.text!r}: weights in 8 bits need sampler.name = 'embedded' and "
-                "lora.rank = 0; give wire another dtype"
-            )
+    if c.precision.wire.itemsize == 1 and (c.sampler.name != "embedded" or c.lora.rank):
+        yield (
+            f"precision = {c.precision.text!r}: weights in 8 bits need sampler.name = 'embedded' "
+            "and lora.rank = 0; give wire another dtype"
+        )
     for key, url in (("reference.server", c.reference.server), ("reward.model", c.reward.model)):
         if url is not None and c.sampler.publishes_to(url):
             yield (

@@ -30,7 +30,7 @@ def check_form(precision: Precision | str, config: object) -> None:
     if precision.latent != "expanded" and getattr(config, "latent", None) is None:
         family = getattr(config, "model_type", type(config).__name__)
         raise ValueError(
-            f"precision: latent={precision.latent} is for multi-head latent attention, which the "
+            f"latent={precision.latent} is for multi-head latent attention, which the "
             f"family {family} does not have; leave it out"
         )
 

@@ -169,6 +169,14 @@ def test_command_line_wins_over_file(tmp_path: Path):
         ({**ASLEEP, "lora__rank": 4, "lora__publish": "adapters"}, "base weights are lost asleep"),
         ({**ASLEEP, "probe__replay": True}, "the server scores while the learner trains"),
         ({"precision": FIXED, "sampler__name": "vllm"}, "sums=fixed applies to sampler.name"),
+        (
+            {"alarms__precision": FIXED, "sampler__name": "vllm"},
+            f"alarms.precision = {FIXED!r}: sums=fixed applies to sampler.name",
+        ),
+        (
+            {"alarms__precision": FIXED, "sampler__tensor": 2},
+            f"alarms.precision = {FIXED!r}: sums=fixed, but sampler.tensor = 2 divides sums",
+        ),
         ({"precision": "fp32,blocks=e4m3", "sampler__name": "vllm"}, "blocks=e4m3 does not apply"),
         (
             {
