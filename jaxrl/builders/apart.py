@@ -46,13 +46,7 @@ class Apart:
 
 def open_apart(config: Config, table: str, *, policy: Layout) -> Apart | None:
     """Returns the devices of the model with this table of a mesh; None without one. Raises as
-    `own_layout`, and ValueError for a mesh that does not divide the rows of the run."""
-    mesh = config.own_meshes.get(table)
-    if mesh is None:
+    `own_layout`."""
+    if table not in config.own_meshes:
         return None
-    if config.row_length % mesh.row_shards:
-        raise ValueError(
-            f"{table}.context = {mesh.context} splits a row into {mesh.row_shards} shards, which "
-            f"do not divide {config.row_length} tokens; set train.row_length to a multiple"
-        )
     return Apart(own_layout(config, table, shared=policy), policy=policy)

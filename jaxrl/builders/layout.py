@@ -84,11 +84,16 @@ def own_layout(
     policy's, `shared`. `devices` are all of the run, by default all that jax finds.
 
     Raises:
-      ValueError: if the mesh's sizes or rules do not fit.
+      ValueError: if the mesh's sizes or rules do not fit, or do not divide the rows of the run.
     """
     meshes = config.own_meshes
     if table not in meshes:
         return shared
+    if config.row_length % (shards := meshes[table].row_shards):
+        raise ValueError(
+            f"{table}.context = {meshes[table].context} splits a row into {shards} shards, which "
+            f"do not divide {config.row_length} tokens; set train.row_length to a multiple"
+        )
     before = [meshes[name].devices for name in [*meshes][: [*meshes].index(table)]]
     first = shared.mesh.size + sum(before)
     found = jax.devices() if devices is None else devices

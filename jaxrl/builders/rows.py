@@ -35,18 +35,20 @@ def choose_rows(
     kernel = choose_kernel(config, sizes, layout=layout)
     skips = kernel == "xla" and layout.mesh.devices.flat[0].platform == "cpu"
     length = _whole_groups(config) if skips else _part_of_group(config)
+    shared = config
+    if config.train.row_length is None:
+        train = config.train.model_copy(update={"row_length": length})
+        shared = config.model_copy(update={"train": train})
     longer = length > config.longest_sequence
     reason = _unshared(config, sizes, objective, kernel=kernel, longer=longer)
+    reason = reason or _indivisible(shared)
     if reason is None and skips and (saved := _fewer_tokens(config)) < _LEAST_SAVED:
         reason = f"a shared one saves too little, {saved:.2f} times fewer tokens"
     if reason is not None:
         note = f"every completion computes its own prompt: {reason}"
         return config, sequence_alignment(config.precision), note
-    if config.train.row_length is None:
-        train = config.train.model_copy(update={"row_length": length})
-        config = config.model_copy(update={"train": train})
-    note = f"completions of a group share their prompt, in rows of {config.row_length} tokens"
-    return config, SHARED, note
+    note = f"completions of a group share their prompt, in rows of {shared.row_length} tokens"
+    return shared, SHARED, note
 
 
 def trained_shape(
@@ -90,6 +92,22 @@ def _unshared(
             f"{config.data.max_prompt_tokens} cost more in attention by {kernel}, or do not fit "
             f"into train.microbatch_tokens = {config.train.microbatch_tokens}"
         )
+    return None
+
+
+def _indivisible(shared: Config) -> str | None:
+    """Names a mesh of critic or reference that does not divide rows of shared prompts, which are
+    fewer and longer; other models do not score these rows."""
+    for name in ("critic_mesh", "reference_mesh"):
+        mesh = shared.own_meshes.get(name)
+        if mesh is None:
+            continue
+        parts = mesh.batch_shards(shared.precision.sums), mesh.row_shards
+        if shared.microbatch_rows % parts[0] or shared.row_length % parts[1]:
+            return (
+                f"{name} does not divide microbatches of {shared.microbatch_rows} rows of "
+                f"{shared.row_length} tokens"
+            )
     return None
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxrl.builders import rows as builder
-from jaxrl.builders.layout import make_layout
+from jaxrl.builders.layout import make_layout, own_layout
 from jaxrl.builders.learner import max_rows
 from jaxrl.builders.recipe import make_recipe
 from jaxrl.builders.rows import choose_rows
@@ -51,6 +51,14 @@ def test_rows_hold_whole_groups(changes, length, rows, tmp_path):
         ({"train__packing": "false"}, "train.packing = false"),
         ({"precision": "fp32,sums=fixed"}, "sums=fixed in precision"),
         ({"loss__balance": "0.1"}, "the loss balances experts over whole sequences"),
+        (
+            {"reference_mesh__data": "2"},
+            "reference_mesh does not divide microbatches of 1 rows of 4096 tokens",
+        ),
+        (
+            {"critic_mesh__data": "1", "critic_mesh__context": "3"},
+            "critic_mesh does not divide microbatches of 1 rows of 4096 tokens",
+        ),
         ({}, "a shared one saves too little, 1.52 times fewer tokens"),
     ],
 )
@@ -81,3 +89,13 @@ def test_dense_kernels_share_long_prompts_only(tmp_path, monkeypatch):
 def test_linear_layers_keep_prompts_apart(tmp_path):
     _, _, note = chosen(tmp_path, sizes=tiny.NEXT, data__max_prompt_tokens="64")
     assert note.endswith("its own prompt: a linear layer's state belongs to one sequence")
+
+
+@pytest.mark.parametrize("table", ["critic_mesh", "reference_mesh", "reward_mesh"])
+def test_a_mesh_that_does_not_divide_the_rows_is_refused(table, tmp_path):
+    keys = {"mesh__fsdp": "1", "mesh__tensor": "1", f"{table}__data": "1", f"{table}__context": "3"}
+    config = make_config(tmp_path, **keys, reward__model="teacher", train__packing="false")
+    layout = make_layout(config.mesh, devices=jax.devices()[:1])
+    said = rf"{table}\.context = 3 .* 32 tokens; set train\.row_length to a multiple"
+    with pytest.raises(ValueError, match=said):
+        own_layout(config, table, shared=layout)
