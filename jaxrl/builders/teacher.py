@@ -40,6 +40,22 @@ def names_teacher(config: Config, models: ModelFiles, *, hosts: Hosts) -> bool:
     return models.scorer is not None and not models.scorer.config.scored
 
 
+def check_teacher(config: Config) -> None:
+    """Checks the keys that go with a teacher in reward.model.
+
+    Raises:
+      ValueError: if dynamic sampling would drop every group, because nothing else rewards.
+    """
+    rounds, rewarded = config.train.dynamic_sampling_rounds, any(config.reward.function_weights)
+    rewarded |= bool(config.reward.path) and not config.reward.weights
+    if rounds and not rewarded and config.environment.name is None:
+        raise ValueError(
+            f"train.dynamic_sampling_rounds = {rounds} drops groups with equal rewards, and all "
+            f"are equal: reward.model = {config.reward.model!r} is a teacher, and no function of "
+            "reward.path counts; set train.dynamic_sampling_rounds to 0"
+        )
+
+
 @contextmanager
 def open_teacher(
     config: Config, models: ModelFiles, *, layout: Layout, hosts: Hosts

@@ -19,7 +19,7 @@ from jaxrl.builders.same_files import check_same_functions
 from jaxrl.builders.sampler import SamplerNeeds, Serving, open_sampler
 from jaxrl.builders.served_model import connect_reward_model
 from jaxrl.builders.task import MODEL, TaskData, load_task, plays_in_workers
-from jaxrl.builders.teacher import names_teacher, open_teacher
+from jaxrl.builders.teacher import check_teacher, names_teacher, open_teacher
 from jaxrl.builders.trial import first_example, try_task
 from jaxrl.builders.weight_sync import Adapters, Listed, Publish, WeightRoute
 from jaxrl.config.bucket import local_directory
@@ -177,6 +177,7 @@ def _open_rewards(
     """Returns whether reward.model is a teacher, the task with the weights of its rewards, and the
     reward model, loaded or on a server; None if the config names none."""
     if names_teacher(config, models, hosts=hosts):  # which is not part of the reward
+        check_teacher(config)
         weights = {name: weight for name, weight in task.weights.items() if name != MODEL}
         return True, task._replace(weights=weights), None
     reward_model = None

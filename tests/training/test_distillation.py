@@ -17,7 +17,7 @@ from jaxrl import huggingface, train
 from jaxrl.builders.layout import make_layout
 from jaxrl.builders.model import ModelFiles, find_models
 from jaxrl.builders.reward_model import load_reward_model
-from jaxrl.builders.teacher import open_teacher, score_completions
+from jaxrl.builders.teacher import check_teacher, open_teacher, score_completions
 from jaxrl.config.training import Config
 from jaxrl.core.batch import from_json, given_rollout, to_json
 from jaxrl.core.hosts import Hosts
@@ -208,3 +208,11 @@ def test_equal_rewards_are_fine_with_teacher():
         taught.add(numbers | {"kl/teacher": 0.1})
     assert zero_variance.find(equal, LIMITS) is not None
     assert zero_variance.find(taught, LIMITS) is None
+
+
+@pytest.mark.parametrize("rewards", [{}, {"reward.path": "brevity", "reward.weights": "0,1"}])
+def test_dynamic_sampling_needs_a_reward_beside_the_teacher(material, rewards):
+    rounds = {"train.dynamic_sampling_rounds": 2}
+    with pytest.raises(ValueError, match=r"dynamic_sampling_rounds = 2 .* is a teacher, and no"):
+        check_teacher(config(material, **rounds, **rewards))
+    check_teacher(config(material, **rounds, **{"reward.path": "brevity"}))
