@@ -32,7 +32,7 @@ async def accept(
     """Checks a request, writes it down and queues it. A repeated one is answered alike. `check`
     raises RefusedError for one that cannot be served, after which those behind it have their
     turn."""
-    if not isinstance(seq, int) or seq < 0:  # its turn would never come
+    if type(seq) is not int or seq < 0:  # its turn would never come
         raise RefusedError(f"seq_id = {seq!r}: number the requests, as the official client does")
     engine, name = service.engine, f"{target}:{seq}"
 

@@ -1,11 +1,11 @@
 """Answers in the form of the wire."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pydantic
+import pydantic_core
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.types._pydantic_types.save_weights_external_response import (
     SaveWeightsExternalResponseInternal as Exported,
@@ -24,9 +24,9 @@ __all__ = ["Exported", "Published", "encode", "failure", "output", "samples"]
 
 
 def encode(response: pydantic.BaseModel) -> bytes:
-    """Encodes one of the client's own types as JSON, with Infinity and NaN as Python reads them:
-    the norm of gradients that overflow, which pydantic would write as null."""
-    return json.dumps(response.model_dump(mode="json")).encode()
+    """Encodes one of the client's own types as JSON, which has no Infinity and NaN: they are texts,
+    from which the client makes numbers again. The norm of gradients that overflow is one."""
+    return pydantic_core.to_json(response.model_dump(), inf_nan_mode="strings")
 
 
 def failure(error: Exception, *, user: bool) -> bytes:

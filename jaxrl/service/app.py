@@ -31,6 +31,7 @@ from jaxrl.service.uploaded.program import check
 from jaxrl.service.wire import RefusedError
 
 _MOST_BYTES = 1 << 28  # of a body, expanded; the client sends 5 MB at once
+_MOST_RANK = 1024  # one without end would take the memory of all tenants
 _FULL = "rank = 0 trains all parameters"
 
 
@@ -157,8 +158,8 @@ async def _create_model(service: Service, owner: str, request: Request) -> Respo
     if asked.optimizer_config.type != "adamw":
         raise RefusedError(f"optimizer {asked.optimizer_config.type!r} is unknown; use adamw")
     config = asked.lora_config or types.LoraConfig(rank=0)
-    if config.rank < 0:
-        raise RefusedError(f"rank = {config.rank}: it must be at least 1; {_FULL}")
+    if not 0 <= config.rank <= _MOST_RANK:
+        raise RefusedError(f"rank = {config.rank}: it must be 1 to {_MOST_RANK}; {_FULL}")
     parts = (config.train_attn, config.train_mlp, config.train_unembed)
     if config.rank and not any(parts):
         raise RefusedError("nothing is trained; set train_attn, train_mlp or train_unembed")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import time
 from typing import Any
 
@@ -43,11 +44,15 @@ def listing_routes(service: Service) -> list[Route]:
 
 
 def _page(request: Request) -> tuple[int, int]:
-    limit = int(request.query_params.get("limit", 20))
-    offset = int(request.query_params.get("offset", 0))
-    if not (1 <= limit < 2**31 and 0 <= offset < 2**31):
-        raise RefusedError(f"limit = {limit}, offset = {offset}: at least 1 and at least 0")
-    return limit, offset
+    limit = request.query_params.get("limit", "20")
+    offset = request.query_params.get("offset", "0")
+    numbers = all(re.fullmatch("[0-9]{1,9}", one) for one in (limit, offset))
+    if not (numbers and int(limit)):
+        raise RefusedError(
+            f"limit = {limit!r:.80}, offset = {offset!r:.80}: they must be whole numbers, limit "
+            "at least 1"
+        )
+    return int(limit), int(offset)
 
 
 def _cursor(limit: int, offset: int, total: int) -> types.Cursor:
@@ -185,7 +190,9 @@ async def _checkpoints(service: Service, owner: str, request: Request) -> Respon
 
 
 async def _weights_info(service: Service, owner: str, request: Request) -> Response:
-    path = (await read_object(request)).get("tinker_path", "")
+    path = (await read_object(request)).get("tinker_path")
+    if not isinstance(path, str):
+        raise RefusedError(f"tinker_path = {path!r:.80}: it must be the path of a checkpoint")
     row = service.engine.checkpoints.find(path)
     if row["owner"] != owner and not row["public"]:
         raise MissingError(f"there is no checkpoint {path!r}; list your own")

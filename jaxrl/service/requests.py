@@ -19,8 +19,9 @@ TRAINING = ("create", "load", "compute", "step", "save", "external", "publish")
 """Kinds of requests that a model computes in the order of their sequence numbers."""
 
 
-# A name of its own for a directory: not "..", and without the colons that file names have not.
-_NAME = re.compile(r"[^/:.\x00-\x1f][^/:\x00-\x1f]*")
+# A name of its own for a directory: not "..", and without the colons that file names have not; and
+# for an address, into which the client writes it as it is: "a?b" would name the checkpoint "a".
+_NAME = re.compile(r"[^/:.?#%\x00-\x1f][^/:?#%\x00-\x1f]*")
 _LONGEST_NAME = 200  # bytes
 _TTL = (3600, 10 * 366 * 86400)
 _MOST_SAMPLES = 4096  # of one request
@@ -89,7 +90,7 @@ def _check_name(name: str | None) -> None:
     """Raises RefusedError for a name under which no checkpoint can be written beside others."""
     if name and not (_NAME.fullmatch(name) and len(name.encode()) <= _LONGEST_NAME):
         raise RefusedError(
-            f"the checkpoint's name {name!r:.80} must not begin with a dot, hold a slash, a colon "
+            f"the checkpoint's name {name!r:.80} must not begin with a dot, hold any of / : ? # % "
             f"or a control character, or be longer than {_LONGEST_NAME} bytes; choose another"
         )
 
@@ -128,10 +129,10 @@ def _read_step(request: types.OptimStepRequest) -> dict[str, float]:
 def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
     if request.record_stability_info:
         raise RefusedError("record_stability_info: stable_reinforce is not supported; leave it out")
-    try:
-        prompt = np.asarray(request.prompt.to_ints(), np.int64)
-    except ValueError as error:
-        raise RefusedError(f"prompt: only tokens are supported ({error})") from None
+    for index, chunk in enumerate(request.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise RefusedError(f"prompt: chunk {index} is {chunk.type}; only tokens are supported")
+    prompt = np.asarray(request.prompt.to_ints(), np.int64)
     check_tokens(prompt, "prompt", vocab_size=limits.vocab_size)
     room = limits.max_positions - len(prompt)
     if not len(prompt) or room < 1:
@@ -154,8 +155,13 @@ def _read_sample(request: types.SampleRequest, limits: Limits) -> Request:
         )
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RefusedError(f"max_tokens = {params.max_tokens}: it must be at least 1")
-    if not (0 < params.top_p <= 1 and 0 <= params.temperature < np.inf and params.top_k >= -1):
-        raise RefusedError("top_p must be in (0, 1], temperature at least 0 and top_k at least -1")
+    for name, valid, expected in (
+        ("temperature", 0 <= params.temperature < np.inf, "a finite number of at least 0"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", params.top_k >= -1, "at least 1, or -1 or 0 for no limit"),
+    ):
+        if not valid:
+            raise RefusedError(f"{name} = {getattr(params, name)}: it must be {expected}")
     return Request(
         weights=BASE,
         prompt=prompt.astype(np.int32),

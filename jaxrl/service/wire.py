@@ -125,7 +125,7 @@ def read_loss(message: proto.ForwardBackwardRequest) -> tuple[Loss, str, dict[st
         loss = find_loss(name)
         return loss, name, read_settings(name, given, loss)
     try:
-        if not hasattr(recipes, name.removeprefix(OURS)):
+        if name.removeprefix(OURS) not in dir(recipes):
             raise ValueError(f"there are {', '.join(dir(recipes))}")
         text = named(name, given)
         return find(text), text, {}

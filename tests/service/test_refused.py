@@ -134,11 +134,20 @@ def test_a_body_of_another_form_is_refused(client: Client) -> None:
         (client.post, "cancel_future", 7, "no object of JSON"),
         (client.post, "optim_step", {"model_id": [1], "seq_id": 9}, "is no id"),
         (client.post, "optim_step", {"model_id": client.model, "seq_id": 2**70}, "too large"),
+        (client.post, "weights_info", {"tinker_path": 5}, "tinker_path = 5: it must be the path"),
         (put_ttl, at, {"ttl_seconds": "a"}, "an hour to ten years"),
     ):
         refused = send(path, content)
         assert (refused.status_code, message in refused.text) == (400, True), refused.text
     assert client.step()["grad_norm"] == 0
+
+
+def test_a_rank_that_would_take_all_memory_is_refused(client: Client) -> None:
+    """It ended the server on a CPU, and each one after it that went on with its requests."""
+    asked = {"session_id": client.model.split(":train:")[0], "model_seq_id": 8}
+    asked |= {"base_model": "tiny", "lora_config": {"rank": 10**9}}
+    refused = client.post("create_model", asked)
+    assert (refused.status_code, "must be 1 to 1024" in refused.text) == (400, True), refused.text
 
 
 def test_adapters_have_the_parts_that_are_asked_for(client: Client, monkeypatch: Any) -> None:
@@ -191,6 +200,29 @@ def test_a_stop_that_cannot_be_is_refused(stop: Any, message: str) -> None:
     params = types.SamplingParams(stop=stop)
     asked = types.SampleRequest(prompt=types.ModelInput.from_ints([5]), sampling_params=params)
     with pytest.raises(ValueError, match=message):
+        decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"temperature": -1.0}, "temperature = -1.0: it must be a finite"),
+        ({"top_p": 0.0}, "top_p = 0.0: it must be above 0"),
+        ({"top_k": -2}, "top_k = -2: it must be at least 1"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_named(changed: dict[str, Any], message: str) -> None:
+    params = types.SamplingParams(**changed)
+    asked = types.SampleRequest(prompt=types.ModelInput.from_ints([5]), sampling_params=params)
+    with pytest.raises(ValueError, match=message):
+        decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))
+
+
+def test_an_image_in_a_prompt_is_refused_by_its_place() -> None:
+    chunks = [types.EncodedTextChunk(tokens=[5]), types.ImageChunk(data=b"a", format="png")]
+    prompt = types.ModelInput(chunks=chunks)
+    asked = types.SampleRequest(prompt=prompt, sampling_params=types.SamplingParams())
+    with pytest.raises(ValueError, match="prompt: chunk 1 is image; only tokens"):
         decode("sample", asked.model_dump_json().encode(), Limits(64, 128, pytest.fail))
 
 
