@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from jaxrl.bridge import free_port
 from jaxrl.fleet.engine import import_ray
 from jaxrl.fleet.placement import Slot
 from jaxrl.fleet.signals import Signals
@@ -35,7 +36,7 @@ class Place(NamedTuple):
     node: str  # Ray's id
     ip: str
     order: int  # its number in a TPU slice; 0 elsewhere
-    port: int  # one that nobody listens at
+    port: int  # one that nobody listens at and no connection is given
 
 
 def shared_variables() -> dict[str, str]:
@@ -105,10 +106,8 @@ class Child:
             )
         context = ray.get_runtime_context()
         order = str(context.get_node_labels().get("ray.io/tpu-worker-id", "0"))
-        with socket.socket() as one:
-            one.bind(("", 0))
-            port = one.getsockname()[1]
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), int(order), port)
+        port, ip = free_port("", 0), ray.util.get_node_ip_address()
+        return Place(context.get_node_id(), ip, int(order), port)
 
     async def run(self, arguments: Sequence[str], log: str) -> int:
         """Runs `python -m jaxrl ARGUMENTS` to its end; returns its status, -N after signal N. What

@@ -59,7 +59,10 @@ def resize(run: Path) -> None:
 
     def answered() -> bool:
         """Tells if the new server has answered requests of the run."""
-        text = _read(f"{read_addresses(run).present[-1]}/metrics")
+        try:
+            text = _read(f"{read_addresses(run).present[-1]}/metrics")
+        except OSError:  # busy for longer than the request waits
+            return False
         lines = [s for s in text.splitlines() if s.startswith("vllm:generation_tokens_total{")]
         return float(lines[0].split()[-1]) > 20  # its first request, at the start, has fewer
 

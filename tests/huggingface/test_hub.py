@@ -36,7 +36,7 @@ def server(model):
 def ask(*arguments, url, home):
     environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     environment |= {"HF_HUB_OFFLINE": "0"}
-    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "2"}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "60"}
     command = [sys.executable, "-c", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
