@@ -95,7 +95,7 @@ def make_learner(
         )
     precision = Precision.of(precision)
     constrain = constrainer(param_shardings)
-    constrain_merged = constrainer(lora.frozen(param_shardings))
+    constrain_merged = constrainer(lora.merged_shardings(param_shardings))
     sampled, survey_needs = sampler_precision(precision), objective.survey_needs
     as_sampled = by_microbatch(functools.partial(_logprobs, model, precision=sampled))
     entropy = frozenset({Need.ENTROPY})

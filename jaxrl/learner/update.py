@@ -209,7 +209,7 @@ def constrainer(shardings: Any) -> Callable[[Params], Params]:
 
 def _shardings(shardings: Any, precision: Precision) -> Any:
     """Returns the shardings of `lora.as_computed`."""
-    return lora.frozen(shardings) if lora.computes_merged(precision) else shardings
+    return lora.merged_shardings(shardings) if lora.computes_merged(precision) else shardings
 
 
 def _apply(

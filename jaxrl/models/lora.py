@@ -225,6 +225,13 @@ def merge(params: Any) -> Params:
     return _merge(params) if isinstance(params, Adapted) else params
 
 
+def merged_shardings(shardings: Any) -> Any:
+    """Returns the shardings of `merge`, from those of its argument; None without any."""
+    if not isinstance(shardings, Adapted) or f"{_HEAD}_a" not in shardings.adapters:
+        return frozen(shardings)
+    return {_HEAD: shardings.frozen["embed"], **shardings.frozen}
+
+
 def as_computed(params: Any, precision: Precision) -> Any:
     """Returns the parameters that a learner computes with, see `computes_merged`."""
     return merge(params) if computes_merged(precision) else params

@@ -143,3 +143,26 @@ def test_mesh_changes_adapters_by_rounding_only():
     jax.tree.map(close, state.params.adapters, one.params.adapters)
     jax.tree.map(np.testing.assert_array_equal, state.params.frozen, one.params.frozen)
     close(jax.jit(learner.shadow_scores)(state.params, batch)[0], scores)
+
+
+def test_a_head_beside_a_tied_embedding_has_its_sharding():
+    """On a mesh, wherever adapters are merged: in the shadow, and in all with fixed sums."""
+    layout = Layout(make_mesh(data=2, devices=jax.devices()[:2]), PRESETS["fsdp"])
+    declared = decoder(tiny.CONFIG, layout=layout).specs
+    own = lora.adapter_specs(declared, rank=4, targets=["lm_head"])
+    tied = lora.Adapted(own, declared, alpha=8.0)
+    learner = make_learner(
+        decoder(tiny.CONFIG, layout=layout),
+        objective(reinforce(), token_mean),
+        optimizer=MOMENTUM,
+        precision="fp32,sums=fixed",
+        param_shardings=layout.tree(tied),
+    )
+    shapes = lora.abstract(tied, trained=FP32.params, kept=FP32.wire)
+    state = jax.eval_shape(learner.init, shapes)
+    jax.eval_shape(learner.shadow_scores, shapes, minibatch())
+    assert jax.eval_shape(learner.step, state, minibatch())[0] == state
+    merged = jax.eval_shape(lora.merge, shapes)
+    shardings = lora.merged_shardings(layout.tree(tied))
+    assert jax.tree.structure(shardings) == jax.tree.structure(merged)
+    assert shardings["head"] == shardings["embed"]

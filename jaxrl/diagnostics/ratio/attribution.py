@@ -129,7 +129,7 @@ def attribute(
 
     def score(params: Any, batch: Minibatch, precision: Precision) -> np.ndarray:
         merged = not isinstance(params, lora.Adapted)
-        shardings = lora.frozen(param_shardings) if merged else param_shardings
+        shardings = lora.merged_shardings(param_shardings) if merged else param_shardings
         scored = make_score(model, precision=precision, param_shardings=shardings)
         found = fetch(jit(scored, sums=own.sums)(params, batch))
         return found[mask].astype(np.float64)
