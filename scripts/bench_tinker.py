@@ -1,5 +1,6 @@
 """Measures tokens/s of `jaxrl tinker`, through the official client, beside the library's own step
-and sampler with the same adapters and model, all alternately, as JSON lines.
+and sampler with the same adapters and model, all alternately, as JSON lines. Beside samples stand
+those of the service's sampler alone, "sampler", with as many adapters and without a service.
 
 python scripts/bench_tinker.py --shapes S --tenants 1 4 16 [--precision bf16_master]
 
@@ -14,6 +15,7 @@ here, as with --precision fp32. In an environment of Python 3.12:
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,8 +42,8 @@ from tinker import types
 from jaxrl.core import MinibatchShape, Precision, given_rollout, jit, pack_minibatch
 from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
-from jaxrl.models import DecoderConfig, decoder, init, lora
-from jaxrl.sampling import EmbeddedSampler, SamplingParams, Turn
+from jaxrl.models import DecoderConfig, Model, decoder, init, lora
+from jaxrl.sampling import EmbeddedSampler, OwnTurn, SamplingParams, Turn
 
 RANK, ALPHA, RATE = 32, 32.0, 1e-5
 SAMPLER_NOISE = 0.1
@@ -54,12 +56,18 @@ def material(config: DecoderConfig) -> tuple[list[list[int]], list[list[int]]]:
     return [one[:PROMPT] for one in found], [one[PROMPT:] for one in found]
 
 
-def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run, Run]:
-    """Builds the library's step and sampler with adapters."""
+def adapted_model(config: DecoderConfig, precision: Precision) -> tuple[Model, lora.Adapted]:
+    """Builds a random model with adapters."""
     model = decoder(config, remat="matmuls")
     base = init(model.specs, jax.random.key(0), dtype=precision.params)
     specs = lora.adapter_specs(model.specs, rank=RANK, targets=("*_proj", "lm_head"))
-    adapted = lora.Adapted(init(specs, jax.random.key(1), dtype=precision.params), base, ALPHA)
+    adapters = init(specs, jax.random.key(1), dtype=precision.params)
+    return model, lora.Adapted(adapters, base, ALPHA)
+
+
+def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run, Run]:
+    """Builds the library's step and sampler with adapters."""
+    model, adapted = adapted_model(config, precision)
     rollouts = [
         given_rollout(prompt, said)._replace(
             logprobs=np.full(ANSWER, -np.log(config.vocab_size) - SAMPLER_NOISE)
@@ -84,6 +92,24 @@ def own(config: DecoderConfig, precision: Precision, *, rows: int) -> tuple[Run,
         list(sampler.sample_turns(turns, SamplingParams(max_tokens=ANSWER, seed=seed)))
 
     return train, sample
+
+
+def shared(config: DecoderConfig, precision: Precision, *, tenants: Sequence[int]) -> list[Run]:
+    """Builds, for each number of tenants, the samples that the service's sampler draws for them."""
+    model, adapted = adapted_model(config, precision)
+    sampler = EmbeddedSampler(model, adapted.frozen, precision=precision, max_batch=SEQUENCES)
+    adapters = [lora.scaled(adapted) for _ in range(max(tenants))]
+    prompts = [np.asarray(prompt, np.int32) for prompt in material(config)[0]]
+
+    def sample(seed: int, *, count: int) -> None:
+        params = SamplingParams(max_tokens=ANSWER)
+        turns = [
+            OwnTurn(Turn(prompt, seed, i, ANSWER), params, i % count)
+            for i, prompt in enumerate(prompts)
+        ]
+        list(sampler.sample_own(turns, adapters[:count]))
+
+    return [functools.partial(sample, count=count) for count in tenants]
 
 
 @contextmanager
@@ -213,7 +239,9 @@ def main() -> None:
 def measure(shape: str, directory: Path, args: argparse.Namespace) -> None:
     """Measures a random model of a shape, and writes the results."""
     config, (model, _) = SHAPES[shape], peers.write_material(directory, shape)
-    train, sample = own(config, Precision.parse(args.precision), rows=args.rows)
+    precision = Precision.parse(args.precision)
+    train, sample = own(config, precision, rows=args.rows)
+    samplers = shared(config, precision, tenants=args.tenants)
     given = {"rows": args.rows, "slots": sum(args.tenants)}
     with ExitStack() as closing:
         state = directory / "state"
@@ -234,6 +262,9 @@ def measure(shape: str, directory: Path, args: argparse.Namespace) -> None:
             # SkyRL 0.4.0 answers a request for samples without the names that the client expects.
             names = [name for name in services if name == "service" or place == 0]
             runs = {f"{name} {n}": through[name, n][place] for name in names for n in args.tenants}
+            if place == 1:
+                names.append("sampler")
+                runs |= {f"sampler {n}": run for n, run in zip(args.tenants, samplers, strict=True)}
             seconds = alternate({"library": theirs, **runs}, repetitions=args.repetitions)
             for n in args.tenants:
                 row = {"shape": shape, "work": work, "tenants": n, "rank": RANK}

@@ -167,8 +167,7 @@ class Gateway:
         can fetch."""
         if self._templates is None:
             raise TurnRefusedError("invalid", "the model's tokenizer has no chat template")
-        most, vocab = self._limits.max_positions, self._limits.vocab_size
-        limits = EpisodeLimits(2**31, 2**31, most, 0.0, vocab)
+        limits = EpisodeLimits(2**31, 2**31, 2**31, 0.0, self._limits.vocab_size)
         made = Recorded(Conversations(self._templates, limits))
         if name is None:
             return made

@@ -73,11 +73,14 @@ def open_service(
       page: of live training runs.
 
     Raises:
+      ValueError: if another server has the state, or it is another model's or precision's.
       RuntimeError: after the block, if requests could not be answered any more.
     """
     with ExitStack() as closing:
         store = Store(directory / "state.sqlite")
         closing.callback(store.close)
+        made_with = {"precision": str(settings.precision), **Checkpoint(model_dir).fingerprint()}
+        store.claim(made_with)
         files = Files(directory, base_name=name)
         opened = _devices(settings, model_dir, directory=directory, files=files)
         devices, checkpoint = closing.enter_context(opened)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 Status = Literal["queued", "done", "failed"]
 
 _TABLES = """
+CREATE TABLE IF NOT EXISTS made_with (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, owner TEXT, created REAL, content TEXT);
 CREATE TABLE IF NOT EXISTS models (
@@ -44,19 +45,42 @@ class Store:
         Raises:
           ValueError: if another process has opened a file in the same directory.
         """
-        self._lock, self._alone = threading.Lock(), os.open(file.parent, os.O_RDONLY)
+        self._lock, self._directory = threading.Lock(), str(file.parent)
+        self._alone = os.open(file.parent, os.O_RDONLY)
         try:
             fcntl.flock(self._alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._alone)
             raise ValueError(
-                f"state_dir = {str(file.parent)!r} belongs to a server that runs; end that one, or "
+                f"state_dir = {self._directory!r} belongs to a server that runs; end that one, or "
                 "choose another directory"
             ) from None
         self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_TABLES)
+
+    def claim(self, given: Mapping[str, str]) -> None:
+        """Notes what clients' models are made with: "precision", and digests of the base's files
+        by their names.
+
+        Raises:
+          ValueError: if there are models or sampling clients that were made with something else.
+        """
+        with self.transaction() as db:
+            known = dict(db.execute("SELECT name, value FROM made_with").fetchall())
+            several = "SELECT EXISTS (SELECT 1 FROM models) OR EXISTS (SELECT 1 FROM samplers)"
+            (used,) = db.execute(several).fetchone()
+            changed = [name for name in {**known, **given} if known.get(name) != given.get(name)]
+            if known and used and changed:
+                was = f"; precision was {known['precision']!r}" if "precision" in changed else ""
+                raise ValueError(
+                    f"state_dir = {self._directory!r} has models or sampling clients that were "
+                    f"made with another {', '.join(changed)}{was}; start the server as before, or "
+                    "choose another directory"
+                )
+            db.execute("DELETE FROM made_with")
+            db.executemany("INSERT INTO made_with VALUES (?, ?)", given.items())
 
     def close(self) -> None:
         """Closes the file."""

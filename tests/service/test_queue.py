@@ -126,3 +126,20 @@ def test_a_state_has_one_server(tmp_path: Path):
         Store(tmp_path / "state.sqlite")
     first.close()
     Store(tmp_path / "state.sqlite").close()
+
+
+def test_a_state_belongs_to_its_model_and_precision(tmp_path: Path):
+    """Snapshots of other shapes could not be read, and requests be computed again as before."""
+    store, given = Store(tmp_path / "state.sqlite"), {"precision": "fp32", "model": "a"}
+    store.claim({**given, "model": "b"})
+    store.claim(given)  # nothing was made yet
+    store.insert("models", id="m")
+    store.claim(given)
+    for other, message in (
+        ({"precision": "bf16"}, "another precision; precision was 'fp32'"),
+        ({"model": "b"}, "another model; start the server as before"),
+        ({"second": "c"}, "another second;"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.claim(given | other)
+    store.close()

@@ -175,6 +175,14 @@ def test_keys_and_names_are_checked(server: Server) -> None:
     with pytest.raises(openai.NotFoundError, match="save_weights_for_sampler"):
         agent.chat.completions.create(model="tinker://none", messages=messages)
     assert [one.id for one in agent.models.list()] == ["tiny"]
+    for content, expected in (
+        ({"model": None}, "model is None; expected a text"),
+        ({}, "the request lacks 'model'"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "a" * 200}]}, "takes 128 with"),
+    ):
+        body, headers = {"messages": messages} | content, {"x-api-key": KEYS[0]}
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
+        assert (refused.status_code, expected in refused.text) == (400, True), refused.text
     agent.responses.create(model="tiny", input="hello", max_output_tokens=4)
     assert fetch(server, "/s/two", key=KEYS[1]).status_code == 404
     for content in ('{"reward": NaN}', '{"reward": 1, "metrics": {"n": 1e999}}'):

@@ -23,6 +23,7 @@ from jaxrl.environments.gateway.dialect import (
     TurnAnswer,
     TurnRefusedError,
     TurnRequest,
+    refuse,
 )
 from jaxrl.environments.gateway.openai_chat import CHAT
 from jaxrl.environments.gateway.openai_responses import RESPONSES
@@ -132,10 +133,15 @@ def turn_routes(prefix: str, opened: Callable[[Request], Ask]) -> list[Route]:
             ask, body = opened(request), await _body(request)
             try:
                 asked = dialect.read(body)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+            except KeyError as missing:
+                raise TurnRefusedError("invalid", f"the request lacks {missing}") from missing
+            except (TypeError, AttributeError, ValueError) as error:
                 raise TurnRefusedError(
                     "invalid", f"the request cannot be read: {error!r}"
                 ) from error
+            refuse(
+                not isinstance(asked.model, str), f"model is {asked.model!r:.80}; expected a text"
+            )
             found = await ask(asked)
             if asked.stream:
                 events = b"".join(dialect.stream(asked, found))
