@@ -8,15 +8,23 @@ from jaxrl.commands.plan.chips import TPUS
 from jaxrl.sharding import Instruction, Work
 
 # Bundles of splash attention for 512 queries, 512 keys and one head: forward, gradient of queries,
-# of keys and values, of all three at once. Counted in its final schedule (docs/results/chips.md).
+# and of keys and values. Counted in its final schedule (docs/results/chips.md).
 _BUNDLES = {
-    "v5e": (1133, 1524, 1906, 2420),
-    "v5p": (1140, 1508, 1924, 2420),
-    "v6e": (981, 1182, 1409, 1648),
-    "tpu7x": (981, 1182, 1409, 1648),  # of v6e: not counted
+    "v5e": (1133, 1524, 1906),
+    "v5p": (1140, 1508, 1924),
+    "v6e": (981, 1182, 1409),
+    "tpu7x": (981, 1182, 1409),  # of v6e: not counted
+}
+# The same for all gradients by `models.attention.splash_gradient`: of a block in which every score
+# counts, of another one, and of all else in a row's head of 4,096 tokens.
+_GRADIENTS = {
+    "v5e": (2280, 2514, 4115),
+    "v5p": (2209, 2558, 4241),
+    "v6e": (1471, 1754, 3204),
+    "tpu7x": (1434, 1791, 3186),
 }
 _CORES = {"v5p": 2}
-_BLOCK, _AROUND = 512, 1.285  # the second: steps of the kernel around its blocks
+_BLOCK, _AROUND = 512, 1.285  # the second: steps of splash's kernels around its blocks
 
 
 def is_kernel(one: Instruction) -> bool:
@@ -53,16 +61,27 @@ def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> f
     reads: lists of blocks [1, queries, keys], of all rows in one direction and of one in the other,
     then queries [H, rows * T, head_dim] and keys [K, rows * S, head_dim]. T is less than S where
     devices divide the rows: the last one, which sees the most blocks, is counted."""
+    name = _splash_name(one)
+    if "gradients" in name:
+        return _gradients(shapes, kind) / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
     listed, *arrays = (shape for shape in shapes if len(shape) == 3)
     (heads, queries, _), (_, keys, _), *_ = (shape for shape in arrays if shape != listed)
-    forward, dq, dkv, fused = _BUNDLES[kind]
-    name = _splash_name(one)
+    forward, dq, dkv = _BUNDLES[kind]
     bundles = dq if "_dq" in name else dkv if "dkv" in name else forward
     rows = keys / listed[2] / queries * listed[1]  # if the lists are of the queries of all rows
     rows = max(1.0, 1 / rows if "dkv" in name else rows)
-    gradients = one.shape.count(f"{queries},") if "dkv" in name else 0
-    if gradients > 2 and re.search(rf"\[\d+,{heads},{queries},", one.shape):
-        bundles, rows = fused, 1
     seen, of_keys = queries / rows / _BLOCK, keys / rows / _BLOCK
     blocks = heads * rows * seen * (of_keys - (seen - 1) / 2)
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
+
+
+def _gradients(shapes: Sequence[tuple[int, ...]], kind: str) -> float:
+    """Counts the bundles of a call of `splash_gradient.gradients`, from the arrays that it reads:
+    queries [H, B * T, hd], keys [K, B * S, hd], and last the keys' sequences [B, S, 128]. Each row
+    counts as one sequence, of which the last device has the end, as in `_splash`."""
+    arrays = [shape for shape in shapes if len(shape) == 3]
+    (heads, queries, _), (rows, keys, _) = arrays[0], arrays[-1]
+    seen, of_keys = queries / rows / _BLOCK, keys / _BLOCK
+    whole, masked, rest = _GRADIENTS[kind]
+    blocks = seen * (of_keys - (seen - 1) / 2) - seen
+    return heads * rows * (blocks * whole + seen * masked + rest * queries / rows / 4096)

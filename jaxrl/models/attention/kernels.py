@@ -260,7 +260,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             local = functools.partial(local, packed=reserves_by_run(kernel, layout), runs=runs)
         constant = None
         if kernel == "splash":
-            constant = splash.build(q, layout, scoring=scoring, interpret=interpret)
+            constant = splash.build(q, v, layout, scoring=scoring, interpret=interpret)
         return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
     return on_mesh

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.precision import Precision
+from jaxrl.models.attention import splash_gradient
 from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
+from jaxrl.models.attention.splash_gradient import Tokens, ranges, segment_ids
 from jaxrl.models.attention.tree import KEPT
 from jaxrl.models.products import named
 from jaxrl.sharding.partition import Layout
@@ -25,40 +27,28 @@ _LONG, _LARGE = 8192, ("TPU v6 lite", "TPU7x")
 # Longer parts have the largest blocks on all chips: the kernel's lists, a number for each block of
 # queries and of keys, lie in scalar memory.
 _LONGEST = 131_072
-# Parts up to which one kernel computes all gradients on these chips: it writes the gradient of the
-# queries once for each part of the keys, in their dtype, and XLA adds the parts.
-_FUSED = 4
-# Rows of a device up to which that kernel is used: each has one of its own, as a part of the keys
-# would write zeros for the queries of all other rows.
-_FUSED_ROWS = 4
 
 
-def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) -> Any:
-    """Builds the kernel for queries [B, T, H, hd], of which each device has its part. `interpret`
-    runs it without a TPU, slowly."""
+def build(q: jax.Array, v: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) -> Any:
+    """Builds the kernel for queries [B, T, H, hd] and values [B, T, K, vd], of which each device
+    has its part. `interpret` runs it without a TPU, slowly. Without blocks for gradients these are
+    of one kernel, `splash_gradient`'s."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     length, shards = q.shape[1], layout.count("length")
     kind = layout.mesh.devices.flat[0].device_kind
     block = block_size(length // shards, kind)
-    few = q.shape[0] // layout.count("batch") <= _FUSED_ROWS
-    fused = few and is_fused(length, block, kind)
     if scoring.window is None:
         mask = splash.CausalMask((length, length), shard_count=shards)
     else:
         mask = splash.LocalMask((length, length), (scoring.window - 1, 0), 0, shard_count=shards)
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_kv"), block)
+    if not _one_kernel(q, v, layout):
+        of_gradients = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+        sizes |= dict.fromkeys(of_gradients, block)
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
-        block_sizes=splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=2 * block if fused else block,
-            block_kv_dkv_compute=block,
-            block_q_dq=None if fused else block,
-            block_kv_dq=None if fused else block,
-            use_fused_bwd_kernel=fused,
-        ),
+        block_sizes=splash.BlockSizes(**sizes),
         attn_logits_soft_cap=scoring.cap,
         # shard_map has divided the heads; only the mask of the queries differs between devices.
         head_shards=1,
@@ -67,18 +57,22 @@ def build(q: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) ->
     )
 
 
+def _one_kernel(q: jax.Array, v: jax.Array, layout: Layout) -> bool:
+    """Tells if one kernel computes all gradients: if a head of a row fits into fast memory."""
+    return splash_gradient.fits(
+        layout.mesh.devices.flat[0].device_kind,
+        queries=q.shape[1] // layout.count("length"),
+        keys=q.shape[1],
+        head_dim=_filled(q.shape[3]),
+        value_dim=_filled(v.shape[3]),
+    )
+
+
 def block_size(tokens: int, kind: str) -> int:
     """Returns the tokens of a block, for this number of tokens of a row on a device."""
     large = tokens > _LONGEST or (tokens >= _LONG and kind in _LARGE)
     sizes = _BLOCKS if large else _BLOCKS[1:]
     return next(size for size in sizes if tokens % size == 0)
-
-
-def is_fused(length: int, block: int, kind: str) -> bool:
-    """Tells if one kernel computes all gradients, for rows of `length` keys."""
-    wide = 2 * block
-    parts, rest = divmod(length, wide)
-    return kind in _LARGE and wide <= _BLOCKS[0] and rest == 0 and parts <= _FUSED
 
 
 def attend(
@@ -93,23 +87,30 @@ def attend(
     precision: Precision,
 ) -> jax.Array:
     """Computes `blocks.attention` with the result of `build`, whose window and soft cap count."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
     # The kernel does not scale, so that keys are rounded once more than in `blocks.attention`. They
     # have fewer heads than queries.
     if scoring.scale != 1:
         k = k.astype(precision.accumulate) * scoring.scale
     arrays = [_padded(x.astype(precision.compute)) for x in (q, k, v)]
     of_keys = segments if part is None else part.segments
+    first = jnp.int32(0) if part is None else part.first
+    sizes = kernel.kwargs["block_sizes"]
+    settings = splash_gradient.Settings(
+        min(sizes.block_q, _BLOCKS[1]), scoring.window, scoring.cap, kernel.kwargs["interpret"]
+    )
 
     def some(rows: slice) -> jax.Array:
         queries, keys = segments[rows], of_keys[rows]
-        ids = splash.SegmentIds(q=queries.reshape(-1), kv=keys.reshape(-1))
-        given = (_joined(x[rows]) for x in arrays)
-        out = _attention(_of_rows(kernel, queries, keys), *given, ids, scoring.sinks)
+        given = (_of_rows(kernel, queries, keys), *(_joined(x[rows]) for x in arrays))
+        tokens = Tokens(queries, keys, first)
+        if sizes.has_backward_blocks:
+            out = _attention(*given, tokens, scoring.sinks)
+        else:
+            out = splash_gradient.attention(*given, tokens, scoring.sinks, settings)
         return out.reshape(len(out), *queries.shape, -1).transpose(1, 2, 0, 3)
 
-    at_once = len(q) if _all_at_once(kernel, of_keys) else 1
+    # The lists of one call have to fit into scalar memory.
+    at_once = len(q) if of_keys.size <= _LONGEST else 1
     parts = [some(slice(i, i + at_once)) for i in range(0, len(q), at_once)]
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return out[..., : v.shape[-1]].astype(precision.activations)
@@ -117,16 +118,16 @@ def attend(
 
 @jax.custom_vjp
 def _attention(
-    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, sinks: jax.Array | None
+    kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None
 ) -> jax.Array:
     """Calls the kernel, and names what its backward pass needs. The kernel can name its results
     itself, but not as integers (`products.named`): what a remat policy keeps of a float passes
     through `reduce_precision`, for which libtpu 0.0.48.1 makes a pass of its own."""
-    return kernel(q, k, v, ids, sinks)
+    return kernel(q, k, v, segment_ids(tokens), sinks)
 
 
-def _forward(kernel, q, k, v, ids, sinks):
-    inputs = (q, k, v, sinks)
+def _forward(kernel, q, k, v, tokens, sinks):
+    inputs, ids = (q, k, v, sinks), segment_ids(tokens)
     out, backward = jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, ids, sinks), *inputs)
     residuals, structure = jax.tree.flatten(backward)
     # Besides its inputs and lists of integers: its output and its log-sum-exp.
@@ -147,11 +148,6 @@ def _backward(backward, dout):
 _attention.defvjp(_forward, _backward)
 
 
-def _all_at_once(kernel: Any, of_keys: jax.Array) -> bool:
-    """Tells if one call computes all rows, see `_FUSED_ROWS` and `_LONGEST`."""
-    return not kernel.kwargs["block_sizes"].use_fused_bwd_kernel and of_keys.size <= _LONGEST
-
-
 def _joined(x: jax.Array) -> jax.Array:
     """Turns rows [B, T, H, hd] into one, as the kernel takes it: [H, B * T, hd]."""
     return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
@@ -160,8 +156,12 @@ def _joined(x: jax.Array) -> jax.Array:
 def _padded(x: jax.Array) -> jax.Array:
     """Fills heads up to the lanes with zeros, which change no product. The kernel would hold them
     so in any case."""
-    more = -x.shape[-1] % LANES
+    more = _filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, more * (axis == x.ndim - 1)) for axis in range(x.ndim)])
+
+
+def _filled(size: int) -> int:
+    return size + -size % LANES
 
 
 def _of_rows(kernel: Any, of_queries: jax.Array, of_keys: jax.Array) -> Any:
@@ -176,7 +176,7 @@ def _of_rows(kernel: Any, of_queries: jax.Array, of_keys: jax.Array) -> Any:
         if info is None:
             changed.append(None)
             continue
-        (low, high), (first, last) = _ranges(of_queries, queries), _ranges(of_keys, keys)
+        (low, high), (first, last) = ranges(of_queries, queries), ranges(of_keys, keys)
         # [1, blocks of queries, blocks of keys], where one of the two axes is a list of those seen.
         listed = info.data_next.astype(jnp.int32)
         i, j = listed, jnp.arange(first.shape[1])[None, None, :]
@@ -207,11 +207,3 @@ def _repeated(info: Any, rows: int, *, axis: int, blocks: int, keys: int) -> Any
         of_rows = jnp.arange(rows, dtype=jnp.int32)[:, None] * keys
         tiled["q_sequence"] = (info.q_sequence[None] + of_rows).reshape(-1)
     return info._replace(**tiled)
-
-
-def _ranges(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first and last sequence of each block of rows i32[B, T]; padding, numbered 0,
-    comes last."""
-    numbers = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-    numbers = numbers.reshape(len(segments), -1, block)
-    return jnp.min(numbers, axis=2), jnp.max(numbers, axis=2)

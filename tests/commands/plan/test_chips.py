@@ -69,19 +69,23 @@ SPLASH = """
   ROOT %y = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} bitcast(%x)
 }
 
-ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], keys: bf16[8,8192,128], seen: s8[1,8,8], wide: s8[1,8,4], seen_of_two: s8[1,16,8]) -> bf16[32,4096,128] {
+ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], keys: bf16[8,8192,128], seen: s8[1,8,8], first: s32[1], seen_of_two: s8[1,16,8], pairs: s32[128], numbers: f32[32,1,8192], of_queries: s32[2,1,4096], of_keys: s32[2,4096,128]) -> bf16[32,4096,128] {
   %q = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %k = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(1)
   %two = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} parameter(2)
   %seen = s8[1,8,8]{2,1,0:T(8,128)(4,1)} parameter(3)
-  %wide = s8[1,8,4]{2,1,0:T(8,128)(4,1)} parameter(4)
+  %first = s32[1]{0} parameter(4)
   %seen_of_two = s8[1,16,8]{2,1,0:T(8,128)(4,1)} parameter(5)
   %keys = bf16[8,8192,128]{2,1,0:T(8,128)(2,1)} parameter(6)
+  %pairs = s32[128]{0} parameter(7)
+  %numbers = f32[32,1,8192]{2,1,0:T(1,128)} parameter(8)
+  %of_queries = s32[2,1,4096]{2,1,0:T(1,128)} parameter(9)
+  %of_keys = s32[2,4096,128]{2,1,0:T(8,128)} parameter(10)
   %tpu_custom_call.1 = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="pallas_call"}
   %q_ref = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kLoop, calls=%reshaped, metadata={op_name="splash_mha_fwd_segmented/pallas_call/squeeze"}
   %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   %splash_mha_fwd_segmented.2 = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen_of_two, %two, %keys, %keys), custom_call_target="tpu_custom_call"
-  %splash_mha_dkv_segmented.1 = (bf16[4,32,4096,128]{3,2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%wide, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
+  %splash_mha_gradients.1 = (bf16[32,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[8,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[8,8192,128]{2,1,0:T(8,128)(2,1)}) custom-call(%first, %pairs, %two, %keys, %keys, /*index=5*/%two, %numbers, %numbers, %of_queries, %of_keys), custom_call_target="tpu_custom_call"
   %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   ROOT %out = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kOutput, calls=%reshaped
 }
@@ -95,13 +99,22 @@ def test_only_kernels_have_a_kernels_time():
     assert {name for name, found in seconds.items() if found} == kernels
     attention = {name for name, one in work.items() if is_splash(one.instruction)}
     assert attention == kernels - {"tpu_custom_call.1"}
-    forward, both_rows, fused, apart = (seconds[name] for name in sorted(attention, key=_order))
+    forward, both_rows, at_once, apart = (seconds[name] for name in sorted(attention, key=_order))
     assert both_rows == 2 * forward
-    # Bundles of a block: all gradients at once, and those of keys and values alone.
-    assert fused / forward == pytest.approx(1648 / 981)
+    # Bundles of both rows: all gradients at once. Of a block: those of keys and values alone.
+    assert at_once * 1.751e9 == pytest.approx(64 * (28 * 1471 + 8 * 1754 + 3204), rel=1e-3)
     assert apart / forward == pytest.approx(1409 / 981)
     multiplies = work["tpu_custom_call.1"]._replace(flops=1e15)
     assert kernel_seconds(multiplies, kind="v6e") == 1e15 / 918e12
+
+
+def test_the_kernel_of_all_gradients_takes_the_blocks_of_the_last_device():
+    (work,) = (one for one in program_work(SPLASH, trips=()) if "gradients" in one.instruction.name)
+    _, pairs, q, k, v, dout, *numbers, _, of_keys = work.shapes
+    quarter = [(heads, tokens // 4, width) for heads, tokens, width in (q, dout)]
+    own = work._replace(shapes=((1,), pairs, quarter[0], k, v, quarter[1], *numbers, of_keys))
+    bundles = kernel_seconds(own, kind="v6e") * 1.751e9
+    assert bundles == pytest.approx(64 * (13 * 1471 + 2 * 1754 + 3204 / 4), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["splash_mha_fwd_segmented.1", "splash_mha_dkv_segmented.2"])
