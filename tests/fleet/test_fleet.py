@@ -47,7 +47,7 @@ def early_letters(completion, example):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(patient_ray: None) -> Iterator[Cluster]:
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"L": 1}})
     found.add_node(num_cpus=1, resources={"L": 1})
     found.add_node(num_cpus=2)

@@ -23,6 +23,7 @@ from tests.run_config import run_arguments
 from tests.training.small_runs import write_rows
 
 pytestmark = [
+    pytest.mark.usefixtures("patient_ray"),
     pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs scripts/install_vllm.sh"),
     pytest.mark.filterwarnings("default::ResourceWarning", "ignore:os.fork:RuntimeWarning"),
 ]

@@ -65,7 +65,7 @@ def costly(text, row):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(patient_ray: None) -> Iterator[Cluster]:
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     yield found
     found.shutdown()
