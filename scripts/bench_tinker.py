@@ -107,7 +107,10 @@ def shared(config: DecoderConfig, precision: Precision, *, tenants: Sequence[int
             OwnTurn(Turn(prompt, seed, i, ANSWER), params, i % count)
             for i, prompt in enumerate(prompts)
         ]
-        list(sampler.sample_own(turns, adapters[:count]))
+        batch, left = sampler.open_own(), SEQUENCES
+        batch.add(turns, adapters[:count])
+        while left:
+            left -= len(batch.advance())
 
     return [functools.partial(sample, count=count) for count in tenants]
 

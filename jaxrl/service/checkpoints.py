@@ -4,12 +4,17 @@ import json
 import time
 from typing import Any
 
+from tinker import types
+
+from jaxrl.service import answers
 from jaxrl.service.devices import Devices
 from jaxrl.service.files import Files, Saved, Stamp, divided
 from jaxrl.service.pool import Kind
 from jaxrl.service.requests import Work
 from jaxrl.service.state import Store, dumps
 from jaxrl.service.wire import RefusedError
+
+_HIDDEN_SECONDS = 7 * 86400  # weights of sampling clients that were made without a name
 
 
 class Checkpoints:
@@ -55,6 +60,29 @@ class Checkpoints:
         kind = "external" if external else "training"
         self.write(work, trained, path, kind, ttl=request.ttl_seconds)
         return path
+
+    def publish(self, work: Work, trained: Kind) -> answers.Published:
+        """Writes a model's present weights for sampling, and lets the samplers have them."""
+        request: types.SaveWeightsForSamplerRequest = work.payload
+        # A client's own name begins with no dot.
+        hidden = request.path is None
+        name = ".inflight" if request.kind == "inflight" else f".at-{work.seq:06d}"
+        name = name if hidden else request.path
+        path = f"tinker://{work.target}/sampler_weights/{name}"
+        kind = "ephemeral" if hidden else "sampler"
+        ttl = request.ttl_seconds or (_HIDDEN_SECONDS if hidden else None)
+        if not hidden:  # sampling clients keep the weights that they were made with
+            self.check_new(path, work, advice="choose another name, or delete it")
+        self.write(work, trained, path, kind, ttl=ttl)
+        self._devices.keep(trained, work.target, self.lasting(path))
+        sampler = None
+        if hidden:
+            session = work.target.split(":train:")[0]
+            sampler = f"{session}:sample:{request.sampling_session_seq_id or 0}"
+            owner = self._store.model(work.target)["owner"]
+            values = {"session": session, "owner": owner, "created": time.time(), "path": path}
+            self._store.insert("samplers", id=sampler, next_clone=1, **values)
+        return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
 
     def check_new(self, path: str, work: Work, *, advice: str) -> None:
         """Raises RefusedError for a path that another request has written."""

@@ -19,6 +19,7 @@ from jaxrl.service import answers
 from jaxrl.service.checkpoints import Checkpoints
 from jaxrl.service.computing import compute, find_graph, prepare_again
 from jaxrl.service.devices import Devices
+from jaxrl.service.drawing import Drawing
 from jaxrl.service.files import Files
 from jaxrl.service.history import History
 from jaxrl.service.pool import Kind
@@ -33,7 +34,6 @@ from jaxrl.service.wire import RefusedError
 _log = logging.getLogger(__name__)
 _KEPT_SECONDS = 86400.0  # answers, after which a client cannot fetch them again
 _TIDY_SECONDS = 600.0  # between two looks for answers and checkpoints whose time is over
-_HIDDEN_SECONDS = 7 * 86400  # weights of sampling clients that were made without a name
 
 
 class Engine:
@@ -76,7 +76,14 @@ class Engine:
         self._done = dict[str, int]()  # the last request that a model in a slot includes
         self.queue, self.history = Queue(kind_of=self._together, models=slots), History()
         self._lock, self._listeners = threading.Lock(), dict[str, list[Callable[[], Any]]]()
-        self._drawing: dict[str, Future[Answer]] = {}
+        self._waiting = dict[str, Future[Answer]]()  # for samples that are not written down
+        self._drawing = Drawing(
+            devices.samplers,
+            self.checkpoints,
+            present=self._present,
+            answer=self._answer,
+            fail=self.fail,
+        )
         self._tidied = -math.inf
         self.fault: Exception | None = None  # for which the thread has ended the server
         self._recover()
@@ -84,7 +91,8 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after what it is doing, and writes all models to disk."""
+        """Ends the thread after what it is doing, and writes all models to disk. Samples that are
+        being drawn are drawn again at the next start."""
         self.queue.close()
         self._thread.join()
         for name, kind in self._devices.tenants():
@@ -149,13 +157,13 @@ class Engine:
     def draw(self, request: Request) -> Future[Answer]:
         """Queues a request for samples that is not written down: it ends with the server."""
         name, waiting = f"draw-{uuid.uuid4().hex}", Future[Answer]()
-        self._drawing[name] = waiting
+        self._waiting[name] = waiting
         self.queue.add(Work(name, "sample", request.weights, 0, request))
         return waiting
 
     def fail(self, work: Work, error: Exception) -> None:
         """Finishes a request with an error."""
-        if waiting := self._drawing.pop(work.id, None):
+        if waiting := self._waiting.pop(work.id, None):
             return waiting.set_exception(error)
         user = isinstance(error, RefusedError)
         if not user:
@@ -196,21 +204,40 @@ class Engine:
         return request._replace(weights=name, whole=whole)
 
     def _run(self) -> None:
-        try:
-            drawn = 0.0
-            while (taken := self.queue.take(most=self._most, drawn=drawn)) is not None:
+        ahead, most, drawing = 0.0, self._most, self._drawing
+        try:  # `ahead`: seconds that training has had more than the samples that are being drawn
+            while taken := self.queue.take(
+                most=most, begun=drawing.begun, train=ahead <= 0, drawn=drawing.took
+            ):
                 training, samples = taken
+                ahead = max(0.0, ahead) if drawing.begun else 0.0
+                began = time.monotonic()
                 if training:
                     self._guarded(self._train, training)
                 if samples:
-                    began = time.monotonic()
-                    self._guarded(self._sample, samples)
-                    drawn = time.monotonic() - began
+                    self._guarded(drawing.join, samples)
+                trained = time.monotonic()
+                if drawing.begun:
+                    self._draw_on(wait=not training)
+                    if not self._devices.samplers.remote:  # servers draw meanwhile
+                        ahead += 2 * trained - began - time.monotonic()
                 self._tidy()
         except Exception as error:  # on a full disk not even an error can be answered
             self.fault = error
             _log.exception("the server ends")
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _draw_on(self, *, wait: bool = True) -> None:
+        """Draws samples for a moment, see `Drawing.advance`. If that fails, each request is drawn
+        alone."""
+        try:
+            self._drawing.advance(wait=wait)
+        except Exception as error:
+            works = self._drawing.forget()
+            if len(works) == 1:
+                return self.fail(works[0], error)
+            for work in works:
+                self._guarded(self._drawing.alone, [work])
 
     def _tidy(self) -> None:
         """Deletes answers and checkpoints whose time is over, if it has not lately."""
@@ -225,34 +252,26 @@ class Engine:
         try:
             do(works)
         except Exception as error:
+            again = len(works) > 1
             if works[0].kind in TRAINING and not isinstance(error, RefusedError):
                 # Buffers may be lost and gradients half added: all models come back from disk.
                 self._devices.clear()
                 self._done.clear()
-            if len(works) == 1:
-                self.fail(works[0], error)
-                return
+                again = again or bool(self._drawing.begun)
+                while self._drawing.begun:  # they may have the memory that was missing
+                    self._draw_on()
+            if not again:
+                return self.fail(works[0], error)
             for work in works:
                 # An answer that was written counts: to compute it again would apply it twice.
-                if work.id in self._drawing or self.store.queued(work.id):
+                if work.id in self._waiting or self.store.queued(work.id):
                     self._guarded(do, [work])
 
-    def _sample(self, works: Sequence[Work]) -> None:
-        ready, samplers = list[Work](), self._devices.samplers
-        for work in works:
-            try:
-                ready.append(work._replace(payload=self._present(work.payload)))
-            except RefusedError as error:
-                self.fail(work, error)
-        requests = [work.payload for work in ready]
-        missing = {one.weights for one in requests if not samplers.keeps(one.weights)}
-        saved = {path: self.checkpoints.saved(path) for path in missing}
-        for place, answer in samplers.answers(requests, saved):
-            work = ready[place]
-            if waiting := self._drawing.pop(work.id, None):
-                waiting.set_result(answer)
-            else:
-                self.finish(work.id, answers.samples(work.payload, answer), form="proto")
+    def _answer(self, work: Work, answer: Answer) -> None:
+        if waiting := self._waiting.pop(work.id, None):
+            waiting.set_result(answer)
+        else:
+            self.finish(work.id, answers.samples(work.payload, answer), form="proto")
 
     def _present(self, request: Request) -> Request:
         """Names the present weights of a model, if a request asks for those; raises RefusedError
@@ -332,27 +351,8 @@ class Engine:
             return answers.Exported(path=path, type="save_weights_external")
         return types.SaveWeightsResponse(path=path, type="save_weights")
 
-    def _publish(self, work: Work, trained: Kind) -> Any:
-        request: types.SaveWeightsForSamplerRequest = work.payload
-        # A client's own name begins with no dot.
-        hidden = request.path is None
-        name = ".inflight" if request.kind == "inflight" else f".at-{work.seq:06d}"
-        name = name if hidden else request.path
-        path = f"tinker://{work.target}/sampler_weights/{name}"
-        kind = "ephemeral" if hidden else "sampler"
-        ttl = request.ttl_seconds or (_HIDDEN_SECONDS if hidden else None)
-        if not hidden:  # sampling clients keep the weights that they were made with
-            self.checkpoints.check_new(path, work, advice="choose another name, or delete it")
-        self.checkpoints.write(work, trained, path, kind, ttl=ttl)
-        self._devices.keep(trained, work.target, self.checkpoints.lasting(path))
-        sampler = None
-        if hidden:
-            session = work.target.split(":train:")[0]
-            sampler = f"{session}:sample:{request.sampling_session_seq_id or 0}"
-            owner = self.store.model(work.target)["owner"]
-            values = {"session": session, "owner": owner, "created": time.time(), "path": path}
-            self.store.insert("samplers", id=sampler, next_clone=1, **values)
-        return answers.Published(path=None if hidden else path, sampling_session_id=sampler)
+    def _publish(self, work: Work, kind: Kind) -> Any:
+        return self.checkpoints.publish(work, kind)
 
     def _resident(self, model: str, kind: Kind, *, keep: set[str]) -> None:
         """Brings a model to a slot, and writes others to disk if there are too many."""

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from jaxrl.service.requests import Work
 from jaxrl.service.sampling import TOGETHER, Request
 from jaxrl.service.wire import Batch
 
-# Samples are drawn after this time without a further request for some: in seconds, or as a share of
-# the time that the last batch took, for which those that come too late wait.
+# The first requests for samples wait until none has come for this time: in seconds, or as a share
+# of the time that the last ones took to be drawn.
 _SETTLES, _SHARE, _MOST = 0.03, 0.05, 0.3
 _LONGEST = 10  # such times that one request waits for others
 
@@ -83,23 +83,44 @@ class Queue:
             self._closed = True
             self._ready.notify()
 
-    def take(self, *, most: int, drawn: float = 0.0) -> tuple[list[Work], list[Work]] | None:
+    def take(
+        self, *, most: int, begun: Sequence[Request] = (), train: bool = True, drawn: float = 0.0
+    ) -> tuple[list[Work], list[Work]] | None:
         """Waits for work. Returns training requests to compute together and requests for samples
         to draw together, at most `most` samples unless one alone asks for more; None at the end.
 
-        A client sends requests for samples one by one. Those that come alone wait a moment for
-        others, because what comes while a batch is drawn waits for its end; the last one took
-        `drawn` seconds.
+        A client sends requests for samples one by one, and they are drawn faster if they begin
+        together; so the first ones wait a moment for others.
+
+        Args:
+          most: the most samples.
+          begun: requests that are being drawn. With some it does not wait, and the requests for
+            samples are those that may join them: in the order in which they came, so that each has
+            its turn.
+          train: False for no training requests beside those that are being drawn.
+          drawn: the seconds that the last samples took.
         """
         settles = max(_SETTLES, min(_SHARE * drawn, _MOST))
         with self._ready:
             while not self._closed:
+                if begun:
+                    return self._beside(begun, most, train=train)
                 training, wait = self._training(), self._unsettled(most, settles)
                 samples = [] if wait and not training else self._sampling(most)
                 if training or samples:
                     return training, samples
                 self._ready.wait(wait or None)
             return None
+
+    def _beside(
+        self, begun: Sequence[Request], most: int, *, train: bool
+    ) -> tuple[list[Work], list[Work]]:
+        """Returns what may be done while requests are being drawn. With all parameters of another
+        model than the base on the devices, training waits for their end, and none joins them."""
+        if begun[0].whole:
+            trains = any(line.next in line.waiting for line in self._lines.values())
+            return [], [] if trains else self._sampling(most, begun)
+        return self._training() if train else [], self._sampling(most, begun)
 
     def _unsettled(self, most: int, settles: float) -> float:
         """Returns the seconds for which more requests for samples may be about to come; 0 if none
@@ -143,18 +164,20 @@ class Queue:
         how = batch.loss, batch.forward_only, batch.shadow
         return self._kind_of(work.target), how, frozenset(shapes)
 
-    def _sampling(self, most: int) -> list[Work]:
-        taken: list[Work] = []
-        weights, count = set[str](), 0
+    def _sampling(self, most: int, begun: Sequence[Request] = ()) -> list[Work]:
+        """Takes requests for samples; beside some that have begun, none that came after one which
+        may not join them."""
+        taken, weights = list[Work](), {one.weights for one in begun}
+        count = sum(one.count for one in begun)
+        whole = begun[0].whole if begun else None
         for work in list(self._samples.values()):
             one: Request = work.payload
-            if taken and one.whole != taken[0].payload.whole:
-                continue
-            if taken and count + one.count > most:
-                continue
-            if len(weights | {one.weights}) > TOGETHER:
-                continue
-            weights.add(one.weights)
-            count += one.count
-            taken.append(self._samples.pop(work.id))
+            whole = one.whole if whole is None else whole
+            room = not count or count + one.count <= most
+            if one.whole == whole and room and len(weights | {one.weights}) <= TOGETHER:
+                weights.add(one.weights)
+                count += one.count
+                taken.append(self._samples.pop(work.id))
+            elif begun:
+                break
         return taken

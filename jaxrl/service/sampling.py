@@ -2,30 +2,35 @@
 
 import functools
 import hashlib
+import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.data import Tokenizer
 from jaxrl.models import Params, lora
-from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
+from jaxrl.sampling import Completion, OwnTurn, SamplingParams, StopTexts, Turn
+from jaxrl.service.backends import Backend
 from jaxrl.service.files import Saved
 from jaxrl.service.pool import Base
 from jaxrl.service.processes import Processes, everywhere
 from jaxrl.service.scoring import Asked, Scorer, Scores, Top
 from jaxrl.service.stacks import to_host
-from jaxrl.sharding import Layout
 
 BASE = ""
 """Name of the base model's own weights."""
 
 TOGETHER = 16
-"""The most adapters in one batch of samples: each costs all its tokens a product."""
+"""The most adapters that requests in progress name."""
 
-_KEPT = 16  # adapters on the devices; others are read again from their checkpoint
+_KEPT = 16  # further adapters on the devices; others are read again from their checkpoint
+# Tokens of each sample until the next look at what has come: few at first and after a request has
+# joined, then more, up to so many and for about so many seconds. A look costs about a token.
+_FEW, _MOST, _LOOK = 4, 64, 2.0
 
 
 class Request(NamedTuple):
@@ -82,72 +87,18 @@ class Answer(NamedTuple):
     weights: str = BASE
 
 
-class Backend(Protocol):
-    """A sampler that serves weights with all parameters, and adapters beside the base's.
+class _Drawn(NamedTuple):
+    """A request in progress."""
 
-    Attributes:
-      remote: True if it samples elsewhere than on the service's devices. Process 0 alone then has
-        it, and `load` takes weights from the host.
-    """
-
-    remote: bool
-
-    def load(self, weights: Any) -> None:
-        """Serves these weights from now on."""
-        ...
-
-    def draw(
-        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
-    ) -> Iterator[tuple[int, Completion]]:
-        """Yields the place of a turn and its completion, as they finish. Turns name adapters by
-        their order."""
-        ...
-
-
-class Embedded:
-    """The embedded sampler as a `Backend`."""
-
-    remote = False
-
-    def __init__(self, base: Base, *, max_batch: int, layout: Layout | None = None) -> None:
-        """Makes the sampler: `max_batch` samples at once, on the devices of `layout`, if there are
-        several."""
-        settings: dict[str, Any] = {"precision": base.precision, "max_batch": max_batch}
-        model = base.model
-        if layout is not None:
-            model, settings["layout"] = model._replace(local=layout.local), layout
-        self.sampler = EmbeddedSampler(model, base.params, **settings)
-
-    def load(self, weights: Any) -> None:
-        """See `Backend.load`."""
-        self.sampler.load(weights, version=0)
-
-    def draw(
-        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
-    ) -> Iterator[tuple[int, Completion]]:
-        """See `Backend.draw`."""
-        yield from self.sampler.sample_own(turns, list(adapters.values()))
-
-
-class Elsewhere:
-    """The `Backend` of processes other than 0, if process 0 has servers."""
-
-    remote = True
-
-    def load(self, weights: Any) -> None:
-        """Raises RuntimeError."""
-        raise RuntimeError("only process 0 talks to the servers")
-
-    def draw(
-        self, turns: Sequence[OwnTurn], adapters: Mapping[str, Params]
-    ) -> Iterator[tuple[int, Completion]]:
-        """Raises RuntimeError."""
-        raise RuntimeError("only process 0 samples from the servers")
+    request: Request
+    adapters: int | None  # place of its adapters; None without any
+    samples: list[Completion]
 
 
 class Samplers:
-    """Weights and the sampler that serves them. A batch mixes adapters of one base, and settings of
-    any kind; weights with all parameters have a batch of their own."""
+    """Weights and the sampler that serves them. Requests join those that are being drawn, whatever
+    their adapters of one base and their settings; weights with all parameters are drawn from
+    alone."""
 
     def __init__(
         self,
@@ -175,6 +126,9 @@ class Samplers:
         self._backend, self.processes = backend, processes or Processes()
         self._serving: Any = base.params
         self._scorer = Scorer(base)
+        self._drawn, self._owners = dict[str, _Drawn](), dict[int, str]()
+        self._adapters: list[tuple[str, Params]] = []  # those that requests in progress may name
+        self._most = _FEW
 
     @property
     def remote(self) -> bool:
@@ -193,40 +147,80 @@ class Samplers:
         if not adapted and name != self._whole:  # one at a time
             self._loaded.pop(self._whole, None)
             self._whole = name
-        several = [one for one in self._loaded if one != self._whole]
+        named = {one for one, _ in self._adapters}
+        several = [one for one in self._loaded if one != self._whole and one not in named]
         for old in several[: max(0, len(several) - _KEPT)]:
             del self._loaded[old]
 
-    def answers(
-        self, requests: Sequence[Request], saved: Mapping[str, Saved] = MappingProxyType({})
-    ) -> Iterator[tuple[int, Answer]]:
-        """Answers requests that may be in one batch, see `Request.whole`; yields the place of each
-        with its answer, as soon as it has all its samples. `saved` has the weights that are not
-        kept."""
-        if not requests:
-            return
-        whole = requests[0].whole
-        names = [*dict.fromkeys(one.weights for one in requests if one.weights != BASE)]
-        self._bring(names, {name: saved[name] for name in names if not self.keeps(name)})
-        adapters = [] if whole else names
-        owners, turns = list[int](), list[OwnTurn]()
-        for place, one in enumerate(requests):
+    def add(
+        self, requests: Mapping[str, Request], saved: Mapping[str, Saved] = MappingProxyType({})
+    ) -> None:
+        """Adds requests, by ids of theirs, that may be drawn together with those in progress, see
+        `Request.whole`. `saved` has the weights that are not kept."""
+        whole = next(iter(requests.values())).whole
+        names = dict.fromkeys(x.weights for x in requests.values() if x.weights != BASE)
+        self._bring([*names], {name: saved[name] for name in names if not self.keeps(name)})
+        if not self._drawn:
+            self._begin(whole)
+        places = dict[str, int]() if whole else self._places([*names])
+        owners, turns = list[str](), list[OwnTurn]()
+        for key, one in requests.items():
             params = self._params(one)
-            mine = adapters.index(one.weights) if one.weights in adapters else None
             for sample in range(one.count):
                 turn = Turn(one.prompt, _index(one.seed), sample, one.max_tokens)
-                turns.append(OwnTurn(turn, params, mine))
-                owners.append(place)
-        found: list[list[Completion]] = [[] for _ in requests]
-        draw = self._draw if self._backend.remote else self._draw_everywhere
-        for number, completion in draw(turns, adapters, whole):
-            place = owners[number]
-            one, samples = requests[place], found[place]
-            samples.append(completion)
-            if len(samples) < one.count:
-                continue
-            samples.sort(key=lambda c: c.sample_index)
-            yield place, self._answer(one, samples)
+                turns.append(OwnTurn(turn, params, places.get(one.weights)))
+                owners.append(key)
+        used = [one.adapters for one in self._drawn.values()]
+        count = max((x for x in (*used, *places.values()) if x is not None), default=-1) + 1
+        self._name(places, count=count)
+        first = self._backend.add(turns, self._adapters) if self.remote else self._add(turns)
+        self._owners |= dict(enumerate(owners, first))
+        for key, one in requests.items():
+            self._drawn[key] = _Drawn(one, places.get(one.weights), [])
+        self._most = _FEW
+
+    def advance(self, *, wait: bool = True) -> Iterator[tuple[str, Answer]]:
+        """Goes on with the requests in progress for a moment, or waits for servers if it is to
+        `wait`; yields the ids and answers of those that have all their samples now."""
+        began = time.monotonic()
+        ended = self._backend.advance(int(wait)) if self.remote else self._advance(self._most)
+        took = time.monotonic() - began
+        if took > _LOOK:
+            self._most = max(1, self._most // 2)
+        elif took < _LOOK / 2:
+            self._most = min(2 * self._most, _MOST)
+        whole = list[str]()
+        for number, completion in ended:
+            key = self._owners.pop(number)
+            one = self._drawn[key]
+            one.samples.append(completion)
+            if len(one.samples) == one.request.count:
+                whole.append(key)
+        for key in whole:
+            yield key, self._answer(self._drawn[key])
+            del self._drawn[key]
+
+    def drop(self) -> None:
+        """Forgets the requests in progress, after an error."""
+        self._drawn.clear()
+        self._owners.clear()
+        self._serving = None  # a server may have restarted
+        if self.remote:
+            self._backend.drop()
+        else:
+            self._drop_everywhere()
+
+    def _places(self, names: Sequence[str]) -> dict[str, int]:
+        """Returns a place among the adapters of requests in progress for each of these: the one
+        that it has, or one that no request needs any more."""
+        found, used = dict[str, int](), {one.adapters for one in self._drawn.values()}
+        known = {id(one): place for place, (_, one) in enumerate(self._adapters)}
+        for name in names:
+            if (place := known.get(id(self._loaded[name]))) is not None:
+                found[name] = place
+        used |= {*found.values()}
+        free = (place for place in itertools.count() if place not in used)
+        return found | {name: next(free) for name in names if name not in found}
 
     @everywhere
     def _bring(self, names: Sequence[str], missing: Mapping[str, Saved]) -> None:
@@ -237,25 +231,41 @@ class Samplers:
         for name, saved in missing.items():
             self.keep(name, self._load(saved))
 
-    @everywhere
-    def _draw_everywhere(
-        self, turns: Sequence[OwnTurn], adapters: Sequence[str], whole: str
-    ) -> Iterator[tuple[int, Completion]]:
-        return self._draw(turns, adapters, whole)
+    def _begin(self, whole: str) -> None:
+        """Serves the base, or weights with all parameters, `whole`; no request is in progress."""
+        if not self.remote:
+            return self._begin_everywhere(whole)
+        if (served := self._served(whole)) is not self._serving:
+            self._serving = None  # if it fails
+            self._backend.load(self._on_host(whole))
+            self._serving = served
 
-    def _draw(
-        self, turns: Sequence[OwnTurn], adapters: Sequence[str], whole: str
-    ) -> Iterator[tuple[int, Completion]]:
-        """Draws from adapters beside the base, or from weights with all parameters, `whole`."""
-        served = self._served(whole)
-        try:
-            if served is not self._serving:
-                self._backend.load(self._on_host(whole) if self._backend.remote else served)
-                self._serving = served
-            yield from self._backend.draw(turns, {name: self._loaded[name] for name in adapters})
-        except Exception:
-            self._serving = None  # a server may have restarted
-            raise
+    @everywhere
+    def _begin_everywhere(self, whole: str) -> None:
+        if (served := self._served(whole)) is not self._serving:
+            self._serving = None
+            self._backend.load(served)
+            self._serving = served
+
+    @everywhere
+    def _name(self, places: Mapping[str, int], *, count: int) -> None:
+        """Gives adapters their places; those from `count` on are needed no more."""
+        for name, place in sorted(places.items(), key=lambda item: item[1]):
+            self._adapters[place : place + 1] = [(name, self._loaded[name])]
+        del self._adapters[count:]
+
+    @everywhere
+    def _add(self, turns: Sequence[OwnTurn]) -> int:
+        return self._backend.add(turns, self._adapters)
+
+    @everywhere
+    def _advance(self, most: int) -> list[tuple[int, Completion]]:
+        return self._backend.advance(most)
+
+    @everywhere
+    def _drop_everywhere(self) -> None:
+        self._serving = None
+        self._backend.drop()
 
     @everywhere
     def _on_host(self, whole: str) -> Any:
@@ -264,19 +274,21 @@ class Samplers:
         return to_host(served, keep=processes.hosts.leads) if processes.several else served
 
     @everywhere
-    def _score(self, name: str, whole: str, tokens: np.ndarray, asked: Asked) -> Scores:
+    def _score(self, adapters: int | None, whole: str, tokens: np.ndarray, asked: Asked) -> Scores:
         weights = self._served(whole)
-        if not whole and name != BASE:
-            weights = lora.declared(lora.Adapted(self._loaded[name], weights, 1.0))
+        if adapters is not None:
+            weights = lora.declared(lora.Adapted(self._adapters[adapters][1], weights, 1.0))
         return self._scorer.score(weights, tokens, asked)
 
     def _served(self, whole: str) -> Any:
         """Returns the weights that adapters are beside, the base's or those named `whole`."""
         return self._loaded[whole] if whole else self._base.params
 
-    def _answer(self, one: Request, samples: Sequence[Completion]) -> Answer:
+    def _answer(self, drawn: _Drawn) -> Answer:
         """Adds the scores that a request asks for."""
-        score = functools.partial(self._score, one.weights, one.whole)
+        one = drawn.request
+        samples = sorted(drawn.samples, key=lambda c: c.sample_index)
+        score = functools.partial(self._score, drawn.adapters, one.whole)
         scores, top = None, list[Top]()
         if one.prompt_logprobs or one.asked.wanted:
             scores = score(one.prompt, one.asked)

@@ -21,6 +21,7 @@ from jaxrl.core import Hosts
 from jaxrl.huggingface import Checkpoint
 from jaxrl.models import Wanted
 from jaxrl.service.app import Service, application
+from jaxrl.service.backends import Backend, Elsewhere, Embedded
 from jaxrl.service.devices import Devices
 from jaxrl.service.downloads import download_routes
 from jaxrl.service.engine import Engine
@@ -30,7 +31,7 @@ from jaxrl.service.listing import listing_routes
 from jaxrl.service.live import Page, live_routes
 from jaxrl.service.pool import Base
 from jaxrl.service.processes import Processes
-from jaxrl.service.sampling import Backend, Elsewhere, Embedded, Samplers
+from jaxrl.service.sampling import Samplers
 from jaxrl.service.servers import Servers
 from jaxrl.service.stacks import to_host
 from jaxrl.service.state import Store

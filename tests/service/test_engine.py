@@ -17,6 +17,8 @@ from jaxrl.service.devices import Devices
 from jaxrl.service.engine import Engine
 from jaxrl.service.files import Files
 from jaxrl.service.pool import Base, Pool
+from jaxrl.service.requests import Work, decode
+from jaxrl.service.sampling import Answer, Request
 from jaxrl.service.snapshots import Snapshots
 from jaxrl.service.state import Store, dumps
 from jaxrl.sharding import PRESETS, Layout, make_mesh
@@ -61,7 +63,39 @@ def body_of(kind: str, model: str) -> bytes:
     return message.SerializeToString()
 
 
-def started(store: Store, directory, *, slots: int = 4) -> Engine:
+class Drawn:
+    """A sampler that ends no request with the seed `LONG` before `release`; with one of the seed
+    `BAD` it fails."""
+
+    LONG, BAD = 1, 2
+    remote = False
+
+    def __init__(self) -> None:
+        self.requests, self.release = dict[str, Request](), threading.Event()
+
+    def keeps(self, name: str) -> bool:
+        return True
+
+    def add(self, requests, saved) -> None:
+        self.requests |= requests
+
+    def advance(self, *, wait):
+        if any(one.seed == self.BAD for one in self.requests.values()):
+            raise FloatingPointError("bad")
+        for name, one in [*self.requests.items()]:
+            if one.seed != self.LONG or self.release.wait(0.01):
+                yield name, Answer([], None)
+                del self.requests[name]
+
+    def drop(self) -> None:
+        self.requests.clear()
+
+
+def sample(seed: int) -> Request:
+    return Request("", np.arange(3, dtype=np.int32), 1, 4, 1.0, 1.0, -1, (), seed)
+
+
+def started(store: Store, directory, *, slots: int = 4, samplers=None) -> Engine:
     """An engine of two tenants whose requests were accepted before its start."""
     content = dumps({"rank": 4, "attention": True, "mlp": True, "seed": 0})
     for model in TENANTS:
@@ -76,7 +110,7 @@ def started(store: Store, directory, *, slots: int = 4) -> Engine:
     base = Base(tiny.model(), cast(tiny.params(), precision.wire), precision, one)
     files = Files(directory, base_name="tiny")
     return Engine(
-        Devices(base, files=files, samplers=lambda load: None, microbatch_tokens=1024),
+        Devices(base, files=files, samplers=lambda load: samplers, microbatch_tokens=1024),
         store=store,
         files=files,
         max_batch=8,
@@ -114,6 +148,31 @@ def test_a_batch_that_fails_after_an_answer_applies_nothing_twice(tmp_path, monk
     assert store.failed
     assert most == [1, 2]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_nothing_waits_for_the_longest_samples(tmp_path) -> None:
+    store, samplers = Store(tmp_path / "state.sqlite"), Drawn()
+    engine = started(store, tmp_path, samplers=samplers)
+    long = engine.draw(sample(Drawn.LONG))
+    while not samplers.requests:
+        time.sleep(0.01)
+    engine.draw(sample(0)).result(60)
+    given = {"target": "a", "seq": 3, "owner": "o", "kind": "step"}
+    store.accept("a:3", body=body_of("step", "a"), **given)
+    work = Work("a:3", "step", "a", 3, decode("step", body_of("step", "a"), engine.limits))
+    engine.queue.add(work)
+    late = time.monotonic() + 100
+    while store.queued("a:3"):
+        assert time.monotonic() < late
+        time.sleep(0.01)
+    assert not long.done()
+    bad = engine.draw(sample(Drawn.BAD))  # costs the long one no more than what it had
+    samplers.release.set()
+    with pytest.raises(FloatingPointError):
+        bad.result(60)
+    long.result(60)
+    engine.close()
+    store.close()
 
 
 def test_a_server_that_cannot_write_answers_ends(tmp_path, monkeypatch, caplog) -> None:

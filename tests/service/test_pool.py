@@ -11,14 +11,16 @@ import torch
 from jaxrl.core import Precision, cast
 from jaxrl.models import decoder, lora
 from jaxrl.service import answers, stacks
+from jaxrl.service.backends import Embedded
 from jaxrl.service.files import read_tenant, served, write_tenant
 from jaxrl.service.pool import ALPHA, Base, Kind, Pool
-from jaxrl.service.sampling import Embedded, Request, Samplers
+from jaxrl.service.sampling import Request, Samplers
 from jaxrl.service.scoring import Asked
 from jaxrl.service.serving import kernel_for_tenants
 from jaxrl.service.wire import Batch, Datum
 from jaxrl.sharding import PRESETS, Layout, make_mesh, place
 from tests import tiny
+from tests.service.drawing import drawn
 
 SETTINGS = dict(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5
@@ -111,7 +113,7 @@ def test_with_fixed_sums_learner_and_sampler_are_equal(policy):
     samplers.keep("w", served(pool, pool.weights("a")))
     prompts = [np.arange(2, 2 + n, dtype=np.int32) % 60 + 2 for n in (5, 70, 9)]
     asked = [Request("w", one, 2, 8, 1.0, 1.0, 0, (), 1, True, whole="w") for one in prompts]
-    found = dict(samplers.answers(asked))
+    found = dict(drawn(samplers, asked))
     data, expected = [], []
     for number, prompt in enumerate(prompts):
         for sample in found[number].samples:
@@ -255,7 +257,7 @@ def test_a_mesh_computes_what_one_device_computes(base, kind):
         own.keep("w", served(pool, pool.weights(name)))
     asked = Request("w", np.arange(2, 9, dtype=np.int32), 2, 5, 0.0, 1.0, 0, (), 1, True)
     asked = asked._replace(asked=Asked(top=3))
-    first, second = (next(own.answers([asked]))[1] for own in samplers)
+    first, second = (next(drawn(own, [asked]))[1] for own in samplers)
     np.testing.assert_allclose(second.scores.logprobs, first.scores.logprobs, atol=1e-5)
     for one, other in zip(second.samples, first.samples, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
@@ -299,7 +301,7 @@ def sampled(base: Base, pool: Pool, name: str, seed: int) -> tuple[str, Batch]:
     samplers = samplers_of(base)
     samplers.keep("now", served(pool, pool.weights(name)))
     request = Request("now", np.arange(3, 9, dtype=np.int32), 3, 9, 1.0, 1.0, -1, (), seed)
-    ((_, answer),) = samplers.answers([request])
+    ((_, answer),) = drawn(samplers, [request])
     data = []
     for one in answer.samples:
         tokens = np.concatenate([request.prompt, one.tokens]).astype(np.int32)

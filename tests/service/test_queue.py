@@ -71,7 +71,7 @@ def test_others_do_not_wait_for_a_step_or_a_refused_request():
 
 
 def test_a_request_for_samples_waits_for_those_that_come_right_after_it(monkeypatch):
-    """The longer a batch takes, for the longer: those that come too late wait for its end."""
+    """The longer the last ones took, for the longer."""
     monkeypatch.setattr(queue_module, "_MOST", 60.0)
     queue = queue_of()
     queue.add(sample("x", 1))
@@ -82,6 +82,34 @@ def test_a_request_for_samples_waits_for_those_that_come_right_after_it(monkeypa
     queue.add(sample("z", 1))
     monkeypatch.setattr(queue_module, "_LONGEST", 0.0)
     assert taken(queue) == ["z"]
+
+
+def test_requests_join_those_that_are_drawn_in_their_order():
+    queue = queue_of("a")
+    begun = [sample("w", 1, weights="adapters").payload]
+    assert queue.take(most=8, begun=begun) == ([], [])  # without a wait
+    queue.add(sample("x", 1))
+    queue.add(sample("y", 2, weights="all", whole="all"))
+    queue.add(sample("z", 3))
+    queue.add(compute("a", 0))
+    queue.add(compute("a", 1))
+
+    def found(begun: list[Request], **given: bool) -> list[str]:
+        taken = queue.take(most=8, begun=begun, **given)
+        assert taken is not None
+        return [work.id for work in (*taken[0], *taken[1])]
+
+    assert found(begun, train=False) == ["x"]
+    assert found(begun) == ["a:0", "a:1"]
+    assert found(begun) == []  # not z, or y would wait for ever
+    assert taken(queue) == ["y"]
+    begun = [sample("y", 2, weights="all", whole="all").payload]
+    queue.add(sample("v", 4, weights="all", whole="all"))
+    assert found(begun) == []  # z came first
+    queue.cancel("z")
+    queue.add(compute("a", 2))
+    assert found(begun) == []  # beside all parameters nothing trains
+    assert taken(queue) == ["a:2", "v"]
 
 
 def test_samples_of_one_batch_share_the_base():

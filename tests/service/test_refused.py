@@ -36,10 +36,6 @@ class Kept:
     def keep(self, name: str, weights: Any) -> None:
         pass
 
-    def answers(self, requests: Any) -> Any:
-        assert not requests
-        return iter(())
-
 
 class Client:
     """Requests of one training client, numbered as the official one does."""

@@ -19,6 +19,7 @@ from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
 from tests.bridge.test_int8_engine import EXACT as INT8
 from tests.sampling.serving import FP32, MODEL, SERVED, started, write_material
+from tests.service.drawing import drawn
 
 ADAPTERS = A, B = "tinker://a", "tinker://b"
 
@@ -71,7 +72,7 @@ def test_samples_of_a_server_have_the_weights_that_they_name(tmp_path, blocks):
             )
         ]
         for batch in (asked[:3], asked[3:4], asked[4:]):
-            for place, answer in samplers.answers(batch):
+            for place, answer in drawn(samplers, batch):
                 one = batch[place]
                 own = EmbeddedSampler(MODEL, lora.attach(weights[one.weights]), precision=precision)
                 turn = Turn(prompt, 0, 0, one.max_tokens)

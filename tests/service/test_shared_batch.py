@@ -12,11 +12,13 @@ from jaxrl.huggingface import Checkpoint
 from jaxrl.models import abstract, decoder, lora
 from jaxrl.sampling import Completion, EmbeddedSampler, OwnTurn, SamplingParams, StopTexts, Turn
 from jaxrl.sampling.embedded import sampler as sampler_module
+from jaxrl.service.backends import Embedded
 from jaxrl.service.files import Saved, Stamp
 from jaxrl.service.pool import ALPHA, Base, Kind
-from jaxrl.service.sampling import BASE, Answer, Embedded, Request, Samplers
+from jaxrl.service.sampling import BASE, Answer, Request, Samplers
 from jaxrl.sharding import PRESETS, Layout, make_mesh
 from tests import tiny
+from tests.service.drawing import drawn
 
 ONE = Layout(make_mesh(devices=jax.devices()[:1]), PRESETS["all"])
 # Ranks and adapted matrices differ.
@@ -31,12 +33,15 @@ SAVED = {name: Saved(name, Kind(rank), Stamp(())) for name, (rank, _) in KINDS.i
 class Tenants:
     """A base with adapters of several tenants, and the sampler of the service."""
 
-    def __init__(self, config=tiny.CONFIG, *, tokenizer=None, precision: str = "fp32") -> None:
+    def __init__(
+        self, config=tiny.CONFIG, *, tokenizer=None, precision: str = "fp32", devices: int = 1
+    ) -> None:
         self.policy, self.model = Precision.of(precision), decoder(config)
         self.base = cast(tiny.params(config=config), self.policy.wire)
         self.weights: dict[str, Any] = {BASE: self.base}
         shared = Base(self.model, self.base, self.policy, ONE)
-        self.embedded = Embedded(shared, max_batch=64)
+        several = Layout(make_mesh(data=2, devices=jax.devices()[:2]), PRESETS["data"])
+        self.embedded = Embedded(shared, max_batch=64, layout=several if devices > 1 else None)
         self.samplers = Samplers(
             shared,
             tokenizer=tokenizer,
@@ -64,7 +69,7 @@ class Tenants:
         for name in dict.fromkeys(names):
             places = [place for place, other in enumerate(names) if other == name]
             batch = [asked[place]._replace(whole=name) for place in places]
-            answers = self.samplers.answers(batch, SAVED)
+            answers = drawn(self.samplers, batch, SAVED)
             found |= {places[place]: answer for place, answer in answers}
         return [found[place] for place in range(len(asked))]
 
@@ -126,6 +131,47 @@ def test_a_request_is_answered_as_by_a_sampler_of_its_own(monkeypatch, tokenizer
     assert ends == {"stop", "length"}
 
 
+JOINING = (
+    [request(BASE, 7, count=2, max_tokens=40)],
+    [
+        request("a", 7, stop=(9, 11), top_p=0.9, max_tokens=20),
+        request("b", 12, stop=("b", "c"), temperature=0.5),
+    ],
+    [request("c", 8, temperature=0.0, top_k=3), request("b", 4, count=1)],
+)
+
+
+def joined(samplers: Samplers, parts: Sequence[Sequence[Request]]) -> dict[str, Answer]:
+    """Answers of requests that join the first ones, a part after every other token."""
+    found, begun = dict[str, Answer](), 0
+    for number, part in enumerate(parts):
+        samplers.add({f"{number}:{i}": one for i, one in enumerate(part)}, SAVED)
+        begun += len(part)
+        for _ in range(2):
+            found |= dict(samplers.advance())
+    assert f"0:{len(parts[0]) - 1}" not in found
+    while len(found) < begun:
+        found |= dict(samplers.advance())
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_requests_that_join_others_are_answered_as_alone(devices, monkeypatch, tokenizer):
+    """The settings' arrays, rows and adapters grow meanwhile; the places of adapters that no
+    request needs any more are given to others."""
+    monkeypatch.setattr("jaxrl.service.sampling._FEW", 1)
+    monkeypatch.setattr("jaxrl.service.sampling._MOST", 1)
+    tenants = Tenants(tokenizer=tokenizer, devices=devices)
+    found = joined(tenants.samplers, JOINING)
+    for number, part in enumerate(JOINING):
+        for i, one in enumerate(part):
+            expected = tenants.plain(one, tokenizer)
+            for mine, alone in zip(found[f"{number}:{i}"].samples, expected, strict=True):
+                np.testing.assert_array_equal(mine.tokens, alone.tokens)
+                assert mine.finish_reason == alone.finish_reason
+                np.testing.assert_allclose(mine.logprobs, alone.logprobs, atol=1e-5)
+
+
 def assert_alone_as_together(tenants: Tenants, requests: Sequence[Request]) -> None:
     for one, found in zip(requests, tenants.together(requests), strict=True):
         (alone,) = tenants.together([one])
@@ -134,9 +180,19 @@ def assert_alone_as_together(tenants: Tenants, requests: Sequence[Request]) -> N
             np.testing.assert_array_equal(mine.logprobs, expected.logprobs)
 
 
-def test_with_fixed_sums_the_batch_changes_no_bit(tokenizer):
+def test_with_fixed_sums_the_batch_changes_no_bit(monkeypatch, tokenizer):
     tenants = Tenants(tokenizer=tokenizer, precision="fp32,sums=fixed")
     assert_alone_as_together(tenants, REQUESTS)
+    monkeypatch.setattr("jaxrl.service.sampling._FEW", 1)
+    monkeypatch.setattr("jaxrl.service.sampling._MOST", 1)
+    parts = [[one._replace(whole="b", weights="b") for one in part] for part in JOINING]
+    found = joined(tenants.samplers, parts)
+    for number, part in enumerate(parts):
+        for i, one in enumerate(part):
+            ((_, alone),) = drawn(tenants.samplers, [one], SAVED)
+            for mine, expected in zip(found[f"{number}:{i}"].samples, alone.samples, strict=True):
+                np.testing.assert_array_equal(mine.tokens, expected.tokens)
+                np.testing.assert_array_equal(mine.logprobs, expected.logprobs)
 
 
 def test_the_base_is_never_copied(tokenizer):
@@ -153,7 +209,9 @@ def test_adapters_that_change_in_place_are_joined_anew():
     several = [lora.scaled(tenants.weights["a"])]
 
     def logprobs():
-        ((_, one),) = tenants.embedded.sampler.sample_own(turns, several)
+        batch = tenants.embedded.sampler.open_own()
+        batch.add(turns, several)
+        ((_, one),) = [*batch.advance(), *batch.advance()]
         return one.logprobs
 
     first = logprobs()

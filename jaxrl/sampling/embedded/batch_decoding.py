@@ -1,8 +1,10 @@
 """Decoding of batches from prompts to completions, driven from the host."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jaxrl.core.buckets import count_bucket, length_bucket
@@ -14,6 +16,7 @@ from jaxrl.sampling.embedded.decode_steps import (
     grow_cache,
     put_rows,
     row_experts,
+    set_own,
     take_rows,
 )
 from jaxrl.sampling.embedded.first_tokens import start_batch
@@ -85,24 +88,25 @@ def decode_turns(turns: Sequence[Turn], request: DecodeRequest) -> Iterator[Comp
     ended = EndedRows(request.weights, rows=0 if linear else KEPT * largest)
     for waiting in (known, new):
         while waiting:
-            yield from _Batch(waiting, request, ended).completions()
+            batch = Batch(waiting, request, ended)
+            while batch.running:
+                yield from batch.take_finished()
+                batch.advance()
+            del batch  # its cache is freed before the next one is made
 
 
-class _Batch:
+class Batch:
     """Rows of completions in progress; waiting turns take the rows of ended completions."""
 
     def __init__(self, waiting: deque[Queued], request: DecodeRequest, ended: EndedRows) -> None:
         """Starts with the first waiting turns."""
-        self._waiting, self._request, self._ended = waiting, request, ended
+        self._waiting, self._request, self._ended, self._most = waiting, request, ended, 0
+        self._fit_waiting()
+        rows = self._rows(len(waiting))
+        # Without a completion longer than a segment no rows are refilled: the batch would end
+        # before the programs for it are compiled.
         longest = max(turn.max_tokens for turn, _ in waiting)
-        self._most = most_slots(max(len(turn.context) for turn, _ in waiting), longest)
-        shards = request.shards
-        rows = count_bucket(len(waiting), multiple=shards)
-        rows = min(rows, max_rows(request.max_batch, shards=shards))
-        # Rows that waiting turns are put into together. Without a completion longer than a segment
-        # there are none: the batch would end before the programs for it are compiled.
-        refilled = max_rows(max(1, rows // _REFILL), shards=shards)
-        self._refilled = refilled if longest > SEGMENT else 0
+        self._refilled = self._rows_to_refill(rows) if longest > SEGMENT else 0
         queued = _take(waiting, rows)
         width = length_bucket(max(len(turn.context) for turn, _ in queued), step=16)
         slots = larger_cache(width, holds=1, most=self._most)
@@ -112,51 +116,92 @@ class _Batch:
         self._partial: list[PartialCompletion | None] = [None] * rows
         self._partial[: len(queued)] = [PartialCompletion(turn) for turn, _ in queued]
 
-    def completions(self) -> Iterator[Completion]:
-        """Decodes until no row runs, and yields completions as they finish."""
-        request = self._request
-        while True:
-            if request.closed.is_set():
-                raise ClosedError("the sampler was closed")
-            finished = self._take_finished()
-            running = [row for row, one in enumerate(self._partial) if one is not None]
-            if not running:
-                # Before the yield: the episodes may then request their next turns at once.
-                self._ended.keep(self._state.cache)
-            yield from finished
-            if not running:
-                return
-            rows, slots = len(self._partial), self._state.cache.slots
-            due = min(self._refilled, len(self._waiting))
-            if due and len(running) <= rows - due:
-                self._refill()
-                continue
-            if full := max(one.position for one in self._partial if one is not None) >= slots:
-                slots = larger_cache(slots, holds=1, most=self._most)
-            fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
-            if len(running) <= fewer:
-                source = np.array(running + [0] * (fewer - len(running)), np.int32)
-                used = np.arange(fewer) < len(running)
-                self._ended.keep(self._state.cache)
-                self._state = take_rows(
-                    self._state, request.put(source), request.put(used), slots=slots
-                )
-                self._partial = [self._partial[row] for row in running]
-                self._partial += [None] * (fewer - len(running))
-                fewer = shrunk_rows(fewer, shards=request.shards)
-            elif full:
-                self._state = grow_cache(self._state, slots=slots)
-            self._state, self._out = decode_segment(
-                request.weights,
-                self._state,
-                floor=np.int32(rows - due if due else fewer),
-                settings=request.settings,
-                model=request.model,
-                precision=request.precision,
-            )
+    @property
+    def running(self) -> bool:
+        """False once all rows have ended."""
+        return any(one is not None for one in self._partial)
 
-    def _take_finished(self) -> list[Completion]:
-        """Appends new tokens to the rows' completions; removes and returns the ended ones."""
+    def join(self, request: DecodeRequest) -> None:
+        """Goes on with a request of more turns with settings of their own, which wait: makes room
+        for them, and reads the settings of all rows again."""
+        self._request = request
+        self._fit_waiting()
+        running = self._running()
+        rows = self._rows(len(running) + len(self._waiting))
+        if rows > len(self._partial):
+            self._move(running, rows=rows, slots=self._state.cache.slots)
+        self._refilled = self._rows_to_refill(len(self._partial))
+        assert request.own is not None
+        places = [None if one is None else one.turn.prompt_index for one in self._partial]
+        own = jax.tree.map(request.put, request.own.rows(places, size=len(places)))
+        stops = request.settings.stops
+        self._state = dataclasses.replace(self._state, rows=set_own(self._state.rows, own, stops))
+
+    def advance(self, most: int = SEGMENT) -> None:
+        """Draws at most this many tokens in each row, or puts waiting turns into ended rows."""
+        request, running = self._request, self._running()
+        if not running:
+            return
+        rows, slots = len(self._partial), self._state.cache.slots
+        due = min(self._refilled, len(self._waiting))
+        if due and len(running) <= rows - due:
+            return self._refill()
+        if full := max(one.position for one in self._partial if one is not None) >= slots:
+            slots = larger_cache(slots, holds=1, most=self._most)
+        fewer = 0 if due else shrunk_rows(rows, shards=request.shards)
+        if len(running) <= fewer:
+            self._ended.keep(self._state.cache)
+            self._move(running, rows=fewer, slots=slots)
+            fewer = shrunk_rows(fewer, shards=request.shards)
+        elif full:
+            self._state = grow_cache(self._state, slots=slots)
+        self._state, self._out = decode_segment(
+            request.weights,
+            self._state,
+            most=np.int32(most),
+            floor=np.int32(rows - due if due else fewer),
+            settings=request.settings,
+            model=request.model,
+            precision=request.precision,
+        )
+
+    def _running(self) -> list[int]:
+        return [row for row, one in enumerate(self._partial) if one is not None]
+
+    def _rows(self, count: int) -> int:
+        """Returns the rows of a batch of so many completions."""
+        shards = self._request.shards
+        most = max_rows(self._request.max_batch, shards=shards)
+        return min(count_bucket(count, multiple=shards), most)
+
+    def _rows_to_refill(self, rows: int) -> int:
+        """Returns the number of rows that waiting turns are put into together."""
+        return max_rows(max(1, rows // _REFILL), shards=self._request.shards)
+
+    def _fit_waiting(self) -> None:
+        """Lets the cache grow as far as the waiting turns need."""
+        turns = [turn for turn, _ in self._waiting]
+        longest, context = max(t.max_tokens for t in turns), max(len(t.context) for t in turns)
+        self._most = max(self._most, most_slots(context, longest))
+
+    def _move(self, running: list[int], *, rows: int, slots: int) -> None:
+        """Moves the running rows to the front of a batch of another size."""
+        source = np.array(running + [0] * (rows - len(running)), np.int32)
+        used = np.arange(rows) < len(running)
+        put = self._request.put
+        self._state = take_rows(self._state, put(source), put(used), slots=slots)
+        self._partial = [self._partial[row] for row in running]
+        self._partial += [None] * (rows - len(running))
+
+    def take_finished(self) -> list[Completion]:
+        """Appends new tokens to the rows' completions; removes and returns the ended ones.
+
+        Raises:
+          FloatingPointError: if the model's logits are not finite.
+          ClosedError: once the sampler is closed.
+        """
+        if self._request.closed.is_set():
+            raise ClosedError("the sampler was closed")
         state = self._state
         out, length, stopped = fetch((self._out, state.rows.length, state.rows.stopped))
         finished = []
@@ -173,6 +218,9 @@ class _Batch:
                 self._ended.add(row, one.turn, done.tokens)
                 finished.append(done)
                 self._partial[row] = None
+        if not self.running:
+            # Before the completions are used: the episodes may then request their next turns.
+            self._ended.keep(self._state.cache)
         return sorted(finished, key=lambda c: (len(c.tokens), c.prompt_index, c.sample_index))
 
     def _refill(self) -> None:

@@ -22,7 +22,7 @@ from jaxrl.models.spec import Params
 from jaxrl.sampling.embedded.cache import Cache
 from jaxrl.sampling.embedded.draw_token import Drawn, DrawSettings, RowSettings, draw_tokens
 from jaxrl.sampling.embedded.kv_cache import decode_step
-from jaxrl.sampling.embedded.stopping import Ending, advance
+from jaxrl.sampling.embedded.stopping import Ending, Stops, advance, widened
 
 SEGMENT = 64  # most tokens per row between two visits to the host
 
@@ -127,12 +127,13 @@ def decode_segment(
     params: Params,
     state: DecodeState,
     *,
-    floor: jax.Array,
+    most: jax.Array | np.int32,
+    floor: jax.Array | np.int32,
     settings: DrawSettings,
     model: Model,
     precision: Precision,
 ) -> tuple[DecodeState, Segment]:
-    """Draws up to SEGMENT tokens per row; returns the new state and the tokens.
+    """Draws up to `most` tokens per row, and at most SEGMENT; returns the new state and the tokens.
 
     Stops early when the cache has no slot left for a running row, or when at most `floor` rows run.
     """
@@ -144,7 +145,7 @@ def decode_segment(
         state, out = carry
         rows = state.rows
         full = jnp.any(rows.running & (rows.positions >= state.cache.slots))
-        return ~full & (out.count < SEGMENT) & (jnp.sum(rows.running) > floor)
+        return ~full & (out.count < jnp.minimum(most, SEGMENT)) & (jnp.sum(rows.running) > floor)
 
     def step(carry: tuple[DecodeState, Segment]) -> tuple[DecodeState, Segment]:
         state, out = carry
@@ -214,6 +215,13 @@ def grow_cache(state: DecodeState, *, slots: int) -> DecodeState:
     """Extends the cache to `slots` slots. Rows stay in place, so no data moves between devices."""
     cache = _by_part(functools.partial(_resize, slots=slots), state.cache)
     return dataclasses.replace(state, cache=cache)
+
+
+@functools.partial(jit_forward, sums="fixed")
+def set_own(rows: RowStates, own: RowSettings, stops: Stops) -> RowStates:
+    """Gives rows settings of their own anew. Those of a row in progress are the same ones, but
+    their arrays may be larger; `stops` are the batch's."""
+    return dataclasses.replace(rows, own=own, ending=widened(rows.ending, stops))
 
 
 @functools.partial(jit_forward, static_argnames=("slots",))

@@ -61,9 +61,15 @@ def decode_program(
     options: Any = {"model": model, "precision": precision, "record_experts": record_experts}
     state = _state(params, settings, (rows, slots), **options)
     state = placed(state, _shardings(state, layout))
-    floor = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated)
     lowered = decode_segment.lower(
-        params, state, floor=floor, settings=settings, model=model, precision=precision
+        params,
+        state,
+        most=number,
+        floor=number,
+        settings=settings,
+        model=model,
+        precision=precision,
     )
     return DecodeProgram(lowered, SEGMENT)
 

@@ -31,7 +31,7 @@ class DecodeRequest(NamedTuple):
     closed: threading.Event
     record_experts: bool
     record_kept: bool
-    own: OwnTurns | None = None  # settings of each turn, whose prompt index is its place in them
+    own: OwnTurns | None = None  # settings of each turn, whose prompt index is its number in them
 
     @property
     def settings(self) -> DrawSettings:

@@ -19,7 +19,6 @@ from jaxrl.models.model import Model
 from jaxrl.models.spec import Params
 from jaxrl.sampling.base import (
     Completion,
-    OwnTurn,
     Sampler,
     SamplingParams,
     Turn,
@@ -28,6 +27,7 @@ from jaxrl.sampling.base import (
 )
 from jaxrl.sampling.embedded.batch_decoding import decode_turns
 from jaxrl.sampling.embedded.full_forward import decode_batch_without_cache
+from jaxrl.sampling.embedded.own_batch import OwnBatch
 from jaxrl.sampling.embedded.own_turns import OwnTurns
 from jaxrl.sampling.embedded.request import DecodeRequest
 from jaxrl.sampling.embedded.unstacked import unstack, unstack_shardings, wants_unstacked
@@ -138,51 +138,31 @@ class EmbeddedSampler(Sampler):
             served = place(served, self._shardings(params))
         self._weights = _Weights(served, version)
 
-    def sample_own(
-        self, turns: Sequence[OwnTurn], adapters: Sequence[Params] = ()
-    ) -> Iterator[tuple[int, Completion]]:
-        """Samples turns with settings and adapters of their own in one batch, by one program.
-
-        A completion is the same, up to rounding, whatever the others of the batch are; with fixed
-        sums and without adapters bit for bit. Turn caches are not used.
-
-        Args:
-          turns: see `OwnTurn`; `params.max_tokens` is ignored.
-          adapters: those that turns name, beside the weights that are served, from `lora.scaled`.
-            Each multiplies as many rows as the one with the most turns, rounded up to a power of
-            two.
-
-        Yields:
-          (place of a turn, its completion), as they finish.
+    def open_own(self) -> OwnBatch:
+        """Opens a batch of turns with settings and adapters of their own, from the weights that are
+        served now.
 
         Raises:
-          FloatingPointError: while iterating, if the model's logits are not finite.
-          ValueError: at the call, as `sample_turns`, for a model without a KV cache, and if tokens
-            that truncation keeps are recorded.
+          ValueError: for a model without a KV cache, and if tokens that truncation keeps are
+            recorded.
         """
         if self.records_kept or not isinstance(self._model.config, DecoderConfig):
             raise ValueError(
                 "turns with settings of their own need jaxrl's decoder and record_kept=False; use "
                 "sample_turns, with one setting for all"
             )
-        if not turns:
-            return iter(())
-        numbered = [
-            one.turn._replace(prompt_index=place, cache=None) for place, one in enumerate(turns)
-        ]
-        numbered = self._checked(numbered)
-        weights, version = self._weights
-        count, parts = 0, 1 if self._layout is None else self._layout.count("batch")
-        if adapters:
-            count = count_bucket(len(adapters))
-            weights = declared(Adapted(self._stack(adapters, count=count), weights, 1.0))
-        own = OwnTurns(turns, adapters=count, parts=parts)
-        request = self._request(weights, version, turns[0].params)._replace(own=own)
-        return (
-            (place, one._replace(prompt_index=turns[place].turn.prompt_index))
-            for one in decode_turns(numbered, request)
-            for place in [one.prompt_index]
-        )
+        served, version = self._weights
+
+        def request(own: OwnTurns, adapters: Sequence[Params]) -> DecodeRequest:
+            weights = served
+            if adapters:
+                stack = self._stack(adapters, count=count_bucket(len(adapters)))
+                weights = declared(Adapted(stack, served, 1.0))
+            params = SamplingParams(max_tokens=1)  # each turn has its own
+            return self._request(weights, version, params)._replace(own=own)
+
+        parts = 1 if self._layout is None else self._layout.count("batch")
+        return OwnBatch(check=self._checked, request=request, parts=parts)
 
     def _stack(self, adapters: Sequence[Params], *, count: int) -> Params:
         """Stacks adapters as the sampler takes them, with some that adapt nothing up to `count`;

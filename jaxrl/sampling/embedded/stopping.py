@@ -56,6 +56,14 @@ def no_ending(rows: int, stops: Stops) -> Ending:
     return Ending(tail, None if stops.texts is None else np.zeros(rows, np.int32))
 
 
+def widened(ending: Ending, stops: Stops) -> Ending:
+    """Returns the state of completions in progress for larger tables of ends."""
+    more = stops.table.shape[-1] - ending.tail.shape[-1]
+    tail = jnp.pad(ending.tail, ((0, 0), (more, 0)), constant_values=_NOTHING)
+    begun = ending.text is None and stops.texts is not None
+    return Ending(tail, jnp.zeros(len(tail), jnp.int32) if begun else ending.text)
+
+
 def advance(ending: Ending, tokens: jax.Array, stops: Stops) -> tuple[Ending, jax.Array]:
     """Appends tokens, i32[B]; returns the new state, and bool[B], true for completions that end."""
     tail = jnp.concatenate([jnp.asarray(ending.tail), tokens[:, None]], axis=1)[:, 1:]

@@ -1,6 +1,7 @@
 """Turns with settings and adapters of their own, at vLLM servers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -11,21 +12,20 @@ from jaxrl.sampling.vllm.sampler import HttpRequest, VllmSampler
 class VllmOwnSampler(VllmSampler):
     """A `VllmSampler` that samples turns with settings and adapters of their own."""
 
-    def sample_own(
+    def submit(
         self, turns: Sequence[OwnTurn], adapters: Sequence[str] = ()
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> list[Future[list[tuple[int, Completion]]]]:
         """Samples turns at the same time; consecutive samples of a context are one request.
 
         Args:
           turns: see `OwnTurn`.
           adapters: names under which the servers have loaded those that turns name.
 
-        Yields:
-          (place of a turn, its completion), as they finish.
+        Returns:
+          One for each request: (place of a turn, its completion), or the error of `sample_turns`.
 
         Raises:
-          ValueError: at the call, as `sample_turns`.
-          SamplerError: while iterating, as `sample_turns`.
+          ValueError: as `sample_turns`.
         """
         numbered = [one.turn._replace(prompt_index=i, cache=None) for i, one in enumerate(turns)]
         numbered = check_turns(
@@ -37,6 +37,14 @@ class VllmOwnSampler(VllmSampler):
                 groups[-1].append(place)
             else:
                 groups.append([place])
+
+        def complete(request: HttpRequest) -> list[tuple[int, Completion]]:
+            return [
+                (place, one._replace(prompt_index=turns[place].turn.prompt_index))
+                for one in self._complete(request)
+                for place in [one.prompt_index]
+            ]
+
         requests = []
         for places in groups:
             first = turns[places[0]]
@@ -47,11 +55,7 @@ class VllmOwnSampler(VllmSampler):
             number = int(seed.generate_state(1, np.uint64)[0] >> 2)
             group = [numbered[place] for place in places]
             requests.append(HttpRequest(group, number, served, first.params))
-        return (
-            (place, one._replace(prompt_index=turns[place].turn.prompt_index))
-            for one in self._completions(requests)
-            for place in [one.prompt_index]
-        )
+        return [self._pools[-1].submit(complete, one) for one in requests]
 
 
 def _follows(own: OwnTurn, before: OwnTurn) -> bool:
