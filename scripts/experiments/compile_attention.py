@@ -9,6 +9,7 @@ rope, the order of heads and attention, for two rows of 4,096 tokens in bf16 wit
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ def main() -> None:
     plain = heads.Settings(SIZE, 1e-6, precision)
     scaled = plain._replace(factor=SIZE**-0.5)
 
-    def forward(q, k, v, of_q, of_k, table, segments):
+    def forward(inputs, table, segments):
+        q, k, v, of_q, of_k = inputs
         q = heads.arrange(q, table, of_q, plain)
         k = heads.arrange(k, table, of_k, scaled)
         v = heads.arrange(v, None, None, plain)
@@ -50,10 +52,10 @@ def main() -> None:
         return heads.join(out, plain)
 
     def both(inputs, table, segments, dout):
-        out, backward = jax.vjp(lambda *x: forward(*x, table, segments), *inputs)
+        out, backward = jax.vjp(lambda x: forward(x, table, segments), inputs)
         return out, backward(dout)
 
-    def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
     queries, keys = (array(ROWS, LENGTH, n * SIZE) for n in given.heads)
