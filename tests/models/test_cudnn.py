@@ -19,7 +19,7 @@ from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.model import decoder
 from jaxrl.models.spec import init
 from tests import tiny
-from tests.models.test_kernels import assert_equal, inputs, layout, results
+from tests.models.attending import assert_equal, inputs, layout, results
 
 WINDOWS = [None, 20]
 
