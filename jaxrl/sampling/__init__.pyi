@@ -9,6 +9,7 @@ from .base import (
     check_recorded as check_recorded,
 )
 from .embedded.one_at_a_time import OneAtATime as OneAtATime
+from .embedded.own_batch import OwnBatch as OwnBatch
 from .embedded.program import DecodeProgram as DecodeProgram, decode_program as decode_program
 from .embedded.sampler import EmbeddedSampler as EmbeddedSampler
 from .multihost import MultihostSampler as MultihostSampler, NullSampler as NullSampler

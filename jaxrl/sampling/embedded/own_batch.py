@@ -27,7 +27,7 @@ class OwnBatch:
         request: Callable[[OwnTurns, Sequence[Params]], DecodeRequest],
         parts: int,
     ) -> None:
-        """Makes one without turns; see `EmbeddedSampler.open_own`.
+        """Makes one without turns; `EmbeddedSampler.open_own` does.
 
         Args:
           check: checks turns and sorts them.
