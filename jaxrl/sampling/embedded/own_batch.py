@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl.core.buckets import count_bucket
 from jaxrl.models.spec import Params
@@ -24,14 +25,15 @@ class OwnBatch:
         self,
         *,
         check: Callable[[Sequence[Turn]], list[Turn]],
-        request: Callable[[OwnTurns, Sequence[Params]], DecodeRequest],
+        request: Callable[..., Any],
         parts: int,
     ) -> None:
         """Makes one without turns; `EmbeddedSampler.open_own` does.
 
         Args:
           check: checks turns and sorts them.
-          request: makes the request of turns and the adapters that they name.
+          request: makes the request to the sampler from the settings of turns and the adapters
+            that they name.
           parts: number of devices that rows are divided over.
         """
         self._check, self._make, self._parts = check, request, parts
