@@ -97,6 +97,13 @@ def product(
     return lax.slice_in_dim(z, 0, length, axis=len(batch) + len(free) - 1) if more else z
 
 
+def block_product(x: jax.Array, y: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    """Multiplies two blocks of matrices inside a kernel for TPUs: f32[N, M], the sum over the axes
+    `contract`. The operands are in `compute` already, and such kernels add in f32."""
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+
+
 def _multiplied(x: jax.Array, y: jax.Array, *, by: Any, as_in: Precision) -> jax.Array:
     """Multiplies in the way that `products` says. On CPU, which has no such units, f32 operands are
     cut into the parts that the units would multiply. The parts are kept in f32, which holds their

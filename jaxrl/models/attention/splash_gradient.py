@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxrl.models.attention.scores import soft_cap, soft_cap_slope
 from jaxrl.models.attention.tree import KEPT
-from jaxrl.models.products import named
+from jaxrl.models.products import block_product, named
 
 _LANES = 128  # of a TPU's vector unit
 # Bytes of fast memory for the kernel, by chip.
@@ -239,7 +239,7 @@ def _add(i, j, first, refs, *, masked, settings):
     rows, columns = (pallas.ds(pallas.multiple_of(n * block, block), block) for n in (j, i))
     queries, keys, douts = q[columns, :], k[rows, :], dout[columns, :]
 
-    scores = soft_cap(_product(keys, queries, (1, 1)), settings.cap)
+    scores = soft_cap(block_product(keys, queries, contract=(1, 1)), settings.cap)
     p = jnp.exp(scores - logsumexp[:, columns])
     if masked:
         shape = scores.shape
@@ -250,14 +250,9 @@ def _add(i, j, first, refs, *, masked, settings):
         if settings.window is not None:
             seen &= distance < settings.window
         p = jnp.where(seen, p, 0)
-    dv_sum[rows, :] += _product(p.astype(douts.dtype), douts, (1, 0))
+    dv_sum[rows, :] += block_product(p.astype(douts.dtype), douts, contract=(1, 0))
     slope = soft_cap_slope(scores, settings.cap)
-    ds = (_product(v[rows, :], douts, (1, 1)) - di[:, columns]) * p * slope
+    ds = (block_product(v[rows, :], douts, contract=(1, 1)) - di[:, columns]) * p * slope
     ds = ds.astype(douts.dtype)
-    dk_sum[rows, :] += _product(ds, queries, (1, 0))
-    dq_sum[columns, :] += _product(ds, keys, (0, 0))
-
-
-def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    dimensions = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    dk_sum[rows, :] += block_product(ds, queries, contract=(1, 0))
+    dq_sum[columns, :] += block_product(ds, keys, contract=(0, 0))
