@@ -95,7 +95,10 @@ def test_async_sampling_is_one_version_old(material, monkeypatch, capsys):
     monkeypatch.chdir(EXAMPLES.parent)
     run("async_vllm.py", material, monkeypatch=monkeypatch)
     lines = capsys.readouterr().out.splitlines()
-    assert [int(line.split()[-2]) for line in lines] == [0, *range(7)]
+    behind = [step - int(line.split()[-2]) for step, line in enumerate(lines)]
+    assert len(behind) == 8
+    # A request that starts after the step that it should overlap has the new version already.
+    assert set(behind) == {0, 1}
 
 
 def test_the_tour_runs_from_top_to_bottom(material, monkeypatch):
