@@ -12,6 +12,7 @@ from jaxrl.builders.critic import open_critic, place_critic
 from jaxrl.builders.model import (
     ModelFiles,
     attention_note,
+    check_precision,
     check_token_ids,
     load_trained,
     trained_specs,
@@ -41,7 +42,7 @@ from jaxrl.learner import (
     reporting_publish,
 )
 from jaxrl.losses import Need, Objective, Recipe
-from jaxrl.models import DecoderConfig, Model, Params, check_form, lora
+from jaxrl.models import DecoderConfig, Model, Params, lora
 from jaxrl.sharding import Layout
 
 
@@ -265,7 +266,9 @@ def build_learner(
       ValueError: for routing replay of a dense model, or a dtype policy that the model cannot be
         computed with, also that of a rollback.
     """
-    _check_precisions(config, model.config)
+    check_precision("precision", config.precision, model.config)
+    if config.alarms.precision is not None:
+        check_precision("alarms.precision", config.alarms.precision, model.config)
     if config.train.replay_routing and model.config.experts is None:
         raise ValueError(
             f"train.replay_routing = true, but {config.model.path} ({model.config.model_type}) is "
@@ -291,20 +294,3 @@ def build_learner(
         )
         learner = learner._replace(step=step)
     return learner, learning_rate
-
-
-def _check_precisions(config: Config, sizes: DecoderConfig) -> None:
-    """Checks that the model can be computed with each dtype policy of the run.
-
-    Raises:
-      ValueError: if it cannot; the message names the key.
-    """
-    policies = {"precision": config.precision, "alarms.precision": config.alarms.precision}
-    for key, precision in policies.items():
-        if precision is None:
-            continue
-        try:
-            check_form(precision, sizes)
-            sizes.check_blocks(precision.blocks)
-        except ValueError as error:
-            raise ValueError(f"{key} = {precision.text!r}: {error}") from None

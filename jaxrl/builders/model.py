@@ -125,6 +125,19 @@ def load_model(
     return model, params
 
 
+def check_precision(key: str, precision: Precision, sizes: DecoderConfig) -> None:
+    """Checks that a model can be computed with a run's dtype policy.
+
+    Raises:
+      ValueError: if it cannot; the message names `key`, which has the policy.
+    """
+    try:
+        models.check_form(precision, sizes)
+        sizes.check_blocks(precision.blocks)
+    except ValueError as error:
+        raise ValueError(f"{key} = {precision.text!r}: {error}") from None
+
+
 def check_token_ids(reader: Checkpoint, policy: Checkpoint, *, key: str) -> None:
     """Checks that a model reads token ids as the policy writes them; `key` is the key of the config
     that names the model, with its value.
@@ -173,9 +186,10 @@ def load_trained(
     """Loads the model of a run; returns it with the learner's parameters and their specs.
 
     Trained parameters are in `precision.params`: all of them, or with lora the adapters and the
-    head of a scorer. Frozen parameters are in `precision.wire`. Raises as `load_model`,
-    `trained_specs`, `check_same_files` and `load_adapter`.
+    head of a scorer. Frozen parameters are in `precision.wire`. Raises as `check_precision`,
+    `load_model`, `trained_specs`, `check_same_files` and `load_adapter`.
     """
+    check_precision("precision", config.precision, checkpoint.config)
     c, precision = config.lora, config.precision
     dtype = precision.wire if c.rank else precision.params
     model, params = load_model(

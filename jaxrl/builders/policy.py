@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxrl.builders.layout import make_layout, prepare_devices
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import check_precision, load_model
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
 from jaxrl.config.mesh import MeshConfig
@@ -29,8 +29,10 @@ def open_policy(
     """Loads a checkpoint and opens its sampler for the block. Call it before jax looks for devices.
 
     To running servers this is a new learner, so they refuse its weights while a run uses them.
-    `note` shows a line to the user. Raises as `make_layout`, `load_model` and `open_sampler`.
+    `note` shows a line to the user. Raises as `check_precision`, `make_layout`, `load_model` and
+    `open_sampler`.
     """
+    check_precision("precision", precision, checkpoint.config)
     prepare_devices(mesh, sampler)
     layout = make_layout(mesh, precision=precision, apart={"sampler.devices": sampler.devices})
     model, params = load_model(checkpoint, layout=layout, dtype=precision.params)

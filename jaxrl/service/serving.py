@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from jaxrl.bridge import known_key, new_learner
 from jaxrl.builders.layout import make_layout, prepare_devices, sampler_layout
-from jaxrl.builders.model import load_model
+from jaxrl.builders.model import check_precision, load_model
 from jaxrl.builders.servers import starting_server
 from jaxrl.config.sampler import SamplerConfig, ServerConfig
 from jaxrl.config.tinker import TinkerConfig
@@ -127,6 +127,7 @@ def _devices(
 ) -> Iterator[tuple[Devices, Checkpoint]]:
     """Loads the model and opens its sampler; all processes must call it."""
     checkpoint, precision = Checkpoint(model_dir), settings.precision
+    check_precision("precision", precision, checkpoint.config)
     prepare_devices(settings.mesh, SamplerConfig())
     layout = make_layout(settings.mesh, precision=precision)
     platform = layout.mesh.devices.flat[0].platform

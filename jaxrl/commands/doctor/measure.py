@@ -14,7 +14,7 @@ import optax
 from jaxrl.bridge import VllmServer, known_key
 from jaxrl.builders.certificate import certified_facts
 from jaxrl.builders.layout import make_layout, prepare_devices
-from jaxrl.builders.model import load_model, tpu_cost
+from jaxrl.builders.model import check_precision, load_model, tpu_cost
 from jaxrl.builders.prompts import load_prompts, sampling_params
 from jaxrl.builders.sampler import SamplerNeeds, open_sampler
 from jaxrl.builders.weight_sync import WeightRoute
@@ -164,6 +164,8 @@ def load_inputs(config: DoctorConfig) -> Inputs:
         config.mesh, precision=fixed, apart={"sampler.devices": config.sampler.devices}
     )
     checkpoint = Checkpoint(config.model.path)
+    for precision in config.by_text.values():
+        check_precision("precisions", precision, checkpoint.config)
     sampling = sampling_params(
         SamplingConfig(max_tokens=config.sampling.max_tokens), checkpoint, seed=config.seed
     )
