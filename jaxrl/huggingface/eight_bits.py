@@ -25,7 +25,8 @@ def matrices(flat: Mapping[str, ParamSpec], *, blocks: str) -> set[str]:
     """Lists the Hugging Face names of a decoder's tensors in 8 bits.
 
     Raises:
-      ValueError: for an unknown kind of `blocks`, or a decoder whose experts share a tensor.
+      ValueError: for an unknown kind of `blocks`, a decoder whose experts share a tensor, or a
+        matrix in E4M3 that transformers would misread.
     """
     if blocks not in _FACTORS:
         raise ValueError(f"blocks={blocks} has no files; use one of {', '.join(_FACTORS)}")
@@ -34,7 +35,21 @@ def matrices(flat: Mapping[str, ParamSpec], *, blocks: str) -> set[str]:
         raise ValueError(
             f"blocks={blocks}: {joint[0]} is one tensor for many matrices; leave it out"
         )
+    for one in found.values() if blocks == "e4m3" else ():
+        if wrong := [size for size in one.tensor_shape if _misread(size)]:
+            raise ValueError(
+                f"blocks=e4m3: {one.hf_names()[0]!r} is {one.tensor_shape}, and of {wrong[0]} "
+                f"numbers transformers makes blocks of {wrong[0] // -(-wrong[0] // BLOCK)} instead "
+                f"of {BLOCK}: it would misread the file without an error; leave blocks out"
+            )
     return {name for one in found.values() for name in one.hf_names()}
+
+
+def _misread(size: int) -> bool:
+    """Tells whether transformers (5.23) takes another size of blocks from the number of factors of
+    an axis. It is an error there if that number does not divide the axis."""
+    count = -(-size // BLOCK)
+    return count > 1 and size % BLOCK != 0 and size % count == 0
 
 
 def in_eight_bits(

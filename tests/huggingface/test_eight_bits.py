@@ -1,12 +1,15 @@
 """Checkpoints in 8 bits hold the numbers that a policy with `blocks` computes with."""
 
 import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from jaxrl import huggingface
 from jaxrl.core.blocks import MATRICES, round_matrix
@@ -17,7 +20,7 @@ from jaxrl.models.parameters import param_specs
 from tests import tiny
 
 BF16 = np.dtype(jnp.bfloat16)
-WIDE = dataclasses.replace(tiny.MOE, hidden_size=160, intermediate_size=200)
+WIDE = dataclasses.replace(tiny.MOE, hidden_size=161, intermediate_size=257)  # blocks not filled
 
 
 def test_fp8_is_read_back_as_the_rounded_weights(tmp_path):
@@ -32,6 +35,28 @@ def test_fp8_is_read_back_as_the_rounded_weights(tmp_path):
         own = jnp.asarray(value, BF16)
         expected = round_matrix(own) if path.split("/")[-1] in MATRICES else own
         np.testing.assert_array_equal(read[path], expected, err_msg=path)
+
+
+@pytest.mark.parametrize("size", [64, 128, 160, 257, 300, 320, 384])
+def test_what_transformers_would_misread_is_refused(size):
+    """From the numbers of factors it infers the size of blocks, where they divide the matrix."""
+    factors = torch.arange(1.0, 1 - -size // 128)[:, None]
+    right = factors.repeat_interleave(128, 0)[:size].expand(-1, 2)
+    config = dataclasses.replace(tiny.CONFIG, hidden_size=size)
+    written = functools.partial(
+        eight_bits.matrices, spec.flatten(param_specs(config)), blocks="e4m3"
+    )
+    try:
+        read = Fp8Dequantize(None)._dequantize_one(torch.ones(size, 2), factors)
+    except ValueError:
+        read = right  # it says so
+    if torch.equal(read, right):
+        assert len(written()) == 7 * config.num_layers
+    else:
+        with pytest.raises(
+            ValueError, match=rf"q_proj.weight' is .*of {size} numbers transformers"
+        ):
+            written()
 
 
 def test_int8_holds_integers_and_their_factors(tmp_path):
