@@ -235,9 +235,7 @@ async def _new_from_weights(service: Service, owner: str, given: dict[str, Any])
 
 def _loadable(service: Service, owner: str, asked: types.LoadWeightsRequest) -> dict[str, Any]:
     """Returns the row of a checkpoint that a model can go on from; raises RefusedError."""
-    row = service.engine.checkpoints.find(asked.path)
-    if row["owner"] != owner and not row["public"]:
-        raise RefusedError(f"there is no checkpoint {asked.path!r}; list those of the training run")
+    row = service.engine.checkpoints.readable(asked.path, owner)
     if row["kind"] != "training":
         raise RefusedError(f"{asked.path} holds weights alone; load one of save_state")
     if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
@@ -303,9 +301,7 @@ async def _create_sampler(service: Service, owner: str, request: Request) -> Res
     owned(service, "sessions", key=asked.session_id, owner=owner)
     path = BASE
     if asked.model_path is not None:
-        row = service.engine.checkpoints.find(asked.model_path)
-        if row["owner"] != owner and not row["public"]:
-            raise RefusedError(f"there is no checkpoint {asked.model_path!r}; list your own")
+        service.engine.checkpoints.readable(asked.model_path, owner)
         path = service.engine.checkpoints.lasting(asked.model_path)
     else:
         _check_base(service, asked.base_model or "")
@@ -339,7 +335,11 @@ async def _sample(service: Service, owner: str, request: Request) -> Response:
     if sampler is None or seq is None:
         raise RefusedError("sampling_session_id or seq_id is missing; create a sampling session")
     row = owned(service, "samplers", key=sampler, owner=owner)
-    body = json.dumps(with_seed(content)).encode()
-    return await accept(
-        service, owner, kind="sample", target=sampler, seq=seq, body=body, weights=row["path"]
-    )
+    body, path = json.dumps(with_seed(content)).encode(), row["path"]
+
+    def check() -> None:
+        if path != BASE:  # it may have been unpublished
+            service.engine.checkpoints.readable(path, owner)
+
+    given = {"seq": seq, "body": body, "weights": path, "check": check}
+    return await accept(service, owner, kind="sample", target=sampler, **given)

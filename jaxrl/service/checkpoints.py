@@ -99,7 +99,15 @@ class Checkpoints:
             found = {**row, **json.loads(row["content"])}
             if wanted is None or found["request"] == f"{row['model']}:{wanted}":
                 return found
-        raise RefusedError(f"there is no checkpoint {path!r}; list those of the training run")
+        raise _missing(path)
+
+    def readable(self, path: str, owner: str) -> dict[str, Any]:
+        """Returns the row of a checkpoint that is the owner's or published; raises RefusedError in
+        the same words whether there is none or it is another's."""
+        row = self.find(path)
+        if row["owner"] != owner and not row["public"]:
+            raise _missing(path)
+        return row
 
     def lasting(self, path: str) -> str:
         """Returns `PATH:N` for a path; unchanged for one of `inflight` weights, which change.
@@ -122,3 +130,8 @@ class Checkpoints:
         """Deletes checkpoints whose time is over."""
         for row in self._store.all("SELECT path FROM checkpoints WHERE expires < ?", time.time()):
             self.remove(row["path"])
+
+
+def _missing(path: str) -> RefusedError:
+    path, _ = divided(path)
+    return RefusedError(f"there is no checkpoint {path!r}; list those of the training run")

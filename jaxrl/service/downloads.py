@@ -33,9 +33,8 @@ def download_routes(service: Service) -> list[Route]:
 async def _addresses(service: Service, owner: str, request: Request) -> Response:
     """Signs the address of each file, with the key of the checkpoint's owner."""
     path = _path(request)
-    row = service.engine.checkpoints.find(path)
-    key = _key(service, row["owner"])
-    if key is None or (row["owner"] != owner and not row["public"]):
+    key = _key(service, service.engine.checkpoints.readable(path, owner)["owner"])
+    if key is None:
         raise MissingError(f"there is no checkpoint {path!r}; list your own")
     expires = int(time.time()) + _SECONDS
     urls = {}

@@ -215,8 +215,8 @@ class Gateway:
             if model in (service.name, str(service.directory)):
                 return BASE
             if model.startswith("tinker://"):
-                row = service.engine.checkpoints.find(model)
-                if row["kind"] != "training" and (row["owner"] == owner or row["public"]):
+                row = service.engine.checkpoints.readable(model, owner)
+                if row["kind"] != "training":
                     return service.engine.checkpoints.lasting(model)
             elif model:
                 owned(service, "models", key=model, owner=owner)

@@ -193,9 +193,7 @@ async def _weights_info(service: Service, owner: str, request: Request) -> Respo
     path = (await read_object(request)).get("tinker_path")
     if not isinstance(path, str):
         raise RefusedError(f"tinker_path = {path!r:.80}: it must be the path of a checkpoint")
-    row = service.engine.checkpoints.find(path)
-    if row["owner"] != owner and not row["public"]:
-        raise MissingError(f"there is no checkpoint {path!r}; list your own")
+    row = service.engine.checkpoints.readable(path, owner)
     return reply(
         types.WeightsInfoResponse(
             base_model=service.name,

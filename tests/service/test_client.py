@@ -237,15 +237,14 @@ def test_checkpoints_are_listed_published_and_deleted(server: Server) -> None:
         rest.publish_checkpoint_from_tinker_path(weights).result()
         params = types.SamplingParams(max_tokens=3, seed=1)
         prompt = types.ModelInput.from_ints([5, 6])
-        found = [
-            one.create_sampling_client(model_path=weights)
-            .sample(prompt, num_samples=1, sampling_params=params)
-            .result()
-            .sequences[0]
-            .tokens
-            for one in (service, other)
-        ]
+        mine, theirs = (one.create_sampling_client(model_path=weights) for one in (service, other))
+        ask = dict[str, Any](num_samples=1, sampling_params=params)
+        found = [one.sample(prompt, **ask).result().sequences[0].tokens for one in (mine, theirs)]
         assert found[0] == found[1]
+        rest.unpublish_checkpoint_from_tinker_path(weights).result()
+        assert mine.sample(prompt, **ask).result().sequences[0].tokens == found[0]
+        with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
+            theirs.sample(prompt, **ask).result()
         rest.delete_checkpoint_from_tinker_path(weights).result()
         with pytest.raises(tinker.BadRequestError, match="no checkpoint"):
             other.create_sampling_client(model_path=weights).result()

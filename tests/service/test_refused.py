@@ -256,8 +256,9 @@ def test_a_deleted_checkpoint_answers_nobody(client: Client) -> None:
     prompt = types.ModelInput.from_ints([5]).model_dump()
     for number in range(2):
         asked = {"sampling_session_id": made, "seq_id": number, "prompt": prompt}
-        accepted = client.post("asample", {**asked, "sampling_params": {}})
-        assert "there is no checkpoint" in client.result(accepted)["error"]
+        refused = client.post("asample", {**asked, "sampling_params": {}})
+        assert refused.status_code == 400
+        assert "there is no checkpoint" in refused.json()["error"]
         again = client.numbered("save_weights_for_sampler", path="gone")
         assert ("error" in client.result(again)) == (number == 1)
     assert client.http.get(f"/api/v1/samplers/{made}").json()["model_path"] == path
