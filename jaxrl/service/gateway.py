@@ -188,16 +188,17 @@ class Gateway:
                 f"the conversation has {len(tokens)} tokens; the model takes "
                 f"{self._limits.max_positions} with the turn",
             )
+        wanted = asked.sampling
         drawing = Drawing(
             weights=weights,
             prompt=tokens,
             count=1,
             max_tokens=min(asked.max_tokens or room, room),
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
+            temperature=1.0 if wanted.temperature is None else float(wanted.temperature),
+            top_p=float(wanted.top_p or 1.0),
+            top_k=min(wanted.top_k or 0, self._limits.vocab_size),
             stop=tuple(asked.stop) or None,
-            seed=secrets.randbelow(2**31),
+            seed=secrets.randbelow(2**31) if wanted.seed is None else wanted.seed,
             ends=True,
         )
         try:

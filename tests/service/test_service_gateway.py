@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import anthropic
 import httpx
@@ -164,6 +165,19 @@ def test_a_place_that_was_found_earlier_is_answered_later(server: Server) -> Non
     for sequence, place, turn in zip(made.sequences(), places[::-1], turns[::-1], strict=True):
         assert sequence["tokens"] == [*place.tokens, *turn]
         assert sequence["mask"] == [0] * len(place.tokens) + [1] * len(turn)
+
+
+def test_settings_of_sampling_hold(server: Server) -> None:
+    agent = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0])
+    said = list[str | None]()
+    for settings in ({"temperature": 0.0}, {"temperature": 1e-6, "top_p": 0.5}, {"seed": 5}) * 2:
+        asked: dict[str, Any] = {"model": "tiny", "max_completion_tokens": 8, **settings}
+        found = agent.chat.completions.create(
+            messages=[{"role": "user", "content": "hello"}], **asked
+        )
+        said.append(found.choices[0].message.content)
+    assert said[:3] == said[3:]
+    assert said[0] == said[1] != said[2]
 
 
 def test_keys_and_names_are_checked(server: Server) -> None:

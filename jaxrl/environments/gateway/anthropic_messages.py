@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl.environments.gateway import parameters
 from jaxrl.environments.gateway.dialect import (
     Body,
     Dialect,
@@ -15,11 +16,13 @@ from jaxrl.environments.gateway.dialect import (
     event,
     most_tokens,
     new_id,
+    read_sampling,
     read_text,
     refuse,
     stop_texts,
     tool_schema,
 )
+from jaxrl.environments.gateway.parameters import check_parameters
 
 _ERRORS = {"key": "authentication_error", "model": "not_found_error", "server": "api_error"}
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -28,7 +31,7 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 def _read(body: Body) -> TurnRequest:
     if body.get("thread") is not None:
         raise TurnRefusedError("thread", "thread is not supported; send the whole conversation")
-    refuse(bool(body.get("mcp_servers")), "mcp_servers are not supported; send their tools")
+    check_parameters(body, parameters.MESSAGES)
     system = read_text(body.get("system"))
     first = [{"role": "system", "content": system}] if system else []
     return TurnRequest(
@@ -39,6 +42,7 @@ def _read(body: Body) -> TurnRequest:
         stop=stop_texts(body.get("stop_sequences")),
         stream=bool(body.get("stream")),
         calls=(body.get("tool_choice") or {}).get("type") != "none",
+        sampling=read_sampling(body),
     )
 
 

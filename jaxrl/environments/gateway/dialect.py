@@ -1,6 +1,7 @@
 """The common form of requests for a turn and of answers, between the dialects of the endpoint."""
 
 import json
+import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,15 @@ class TurnRefusedError(Exception):
         self.kind: Kind = kind
 
 
+class SamplingRequest(NamedTuple):
+    """Settings of sampling that a request names for its turn; None for those it leaves out."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
 class TurnRequest(NamedTuple):
     """A request for a turn of the policy."""
 
@@ -41,6 +51,7 @@ class TurnRequest(NamedTuple):
     stream: bool = False
     calls: bool = True  # False if the turn is text in any case
     counts: bool = True  # True if a stream ends with the numbers of tokens
+    sampling: SamplingRequest = SamplingRequest()
 
 
 class Call(NamedTuple):
@@ -89,16 +100,6 @@ def refuse(wrong: bool, message: str) -> None:
         raise TurnRefusedError("invalid", message)
 
 
-def refuse_grammar(name: str, form: Any) -> None:
-    """Raises TurnRefusedError for a format of the answer that is not plain text."""
-    kind = (form or {}).get("type", "text")
-    refuse(
-        kind != "text",
-        f"{name} {kind!r} is not supported: the policy is sampled without a grammar; leave it out "
-        "and parse the text, or use a tool",
-    )
-
-
 def read_text(content: Any, *, kinds: Sequence[str] = ("text",)) -> str:
     """Returns the text of a message's content, a text or parts.
 
@@ -141,3 +142,22 @@ def most_tokens(given: Any) -> int | None:
     wrong = given is not None and (not isinstance(given, int) or given < 1)
     refuse(wrong, f"the limit of tokens is {given!r:.80}; expected an integer of at least 1")
     return given
+
+
+def read_sampling(body: Body) -> SamplingRequest:
+    """Reads the settings of sampling.
+
+    Raises:
+      TurnRefusedError: for one that is no number, or out of its range.
+    """
+    for name, valid, expected in (
+        ("temperature", lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+        ("top_p", lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+        ("top_k", lambda x: type(x) is int and x >= -1, "at least 1, or -1 or 0 for no limit"),
+        ("seed", lambda x: type(x) is int, "an integer"),
+    ):
+        value = body.get(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        wrong = value is not None and not (number and valid(value))
+        refuse(wrong, f"{name} = {value!r:.80}: it must be {expected}")
+    return SamplingRequest(*(body.get(name) for name in SamplingRequest._fields))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl.environments.gateway import parameters
 from jaxrl.environments.gateway.dialect import (
     Body,
     Dialect,
@@ -15,22 +16,20 @@ from jaxrl.environments.gateway.dialect import (
     event,
     most_tokens,
     new_id,
+    read_sampling,
     read_text,
     refuse,
-    refuse_grammar,
     stop_texts,
     tool_schema,
 )
+from jaxrl.environments.gateway.parameters import check_parameters
 
 _ROLES = {"developer": "system"}
 _CODES = {"key": "invalid_api_key", "model": "model_not_found", "length": "context_length_exceeded"}
 
 
 def _read(body: Body) -> TurnRequest:
-    refuse(body.get("n") not in (None, 1), "n above 1 is not supported; send several requests")
-    refuse(bool(body.get("logprobs")), "logprobs are not supported; jaxrl records them itself")
-    refuse(bool(body.get("functions")), "functions are not supported; send tools")
-    refuse_grammar("response_format", body.get("response_format"))
+    check_parameters(body, parameters.CHAT)
     tools = [_tool(tool) for tool in body.get("tools") or ()]
     return TurnRequest(
         model=body["model"],
@@ -41,6 +40,7 @@ def _read(body: Body) -> TurnRequest:
         stream=bool(body.get("stream")),
         calls=body.get("tool_choice") != "none",
         counts=bool((body.get("stream_options") or {}).get("include_usage")),
+        sampling=read_sampling(body),
     )
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.environments.gateway import parameters
 from jaxrl.environments.gateway.dialect import (
     Body,
     Dialect,
@@ -15,23 +16,19 @@ from jaxrl.environments.gateway.dialect import (
     event,
     most_tokens,
     new_id,
+    read_sampling,
     read_text,
     refuse,
-    refuse_grammar,
     tool_schema,
 )
 from jaxrl.environments.gateway.openai_chat import error
+from jaxrl.environments.gateway.parameters import check_parameters
 
 _TEXTS = ("input_text", "output_text", "text")
 
 
 def _read(body: Body) -> TurnRequest:
-    refuse(
-        body.get("previous_response_id") is not None or body.get("conversation") is not None,
-        "previous_response_id and conversation are not supported; send the whole conversation",
-    )
-    refuse(body.get("prompt") is not None, "prompt is not supported; send its messages")
-    refuse_grammar("text.format", (body.get("text") or {}).get("format"))
+    check_parameters(body, parameters.RESPONSES)
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     system = body.get("instructions")
@@ -43,6 +40,7 @@ def _read(body: Body) -> TurnRequest:
         max_tokens=most_tokens(body.get("max_output_tokens")),
         stream=bool(body.get("stream")),
         calls=body.get("tool_choice") != "none",
+        sampling=read_sampling(body),
     )
 
 
