@@ -1,6 +1,8 @@
+import functools
+
 import pytest
 
-from jaxrl.environments.isolation import calls, walls
+from jaxrl.environments.isolation import calls, sandbox, walls
 
 
 @pytest.fixture
@@ -17,3 +19,10 @@ def each_wall(request, monkeypatch):
         monkeypatch.setattr(walls, "find_bubblewrap", lambda: None)
     elif walls.find_bubblewrap() is None:
         pytest.skip("bubblewrap is not installed, or does not work here")
+
+
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Gives programs whose time is not limited by the test more than a busy machine takes."""
+    patient = functools.partial(sandbox.SandboxLimits, seconds=250.0)
+    monkeypatch.setattr(sandbox, "SandboxLimits", patient)

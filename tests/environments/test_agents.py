@@ -57,7 +57,7 @@ def chats(endpoint, example):
     def ask(*messages):
         body = {"model": endpoint.model, "messages": messages, "max_tokens": 8}
         url = endpoint.openai_url + "/chat/completions"
-        reply = httpx2.post(url, json=body, timeout=60).raise_for_status()
+        reply = httpx2.post(url, json=body, timeout=250).raise_for_status()
         return reply.json()["choices"][0]["message"]
 
     if example["prompt"] == "0+1=":
@@ -66,7 +66,7 @@ def chats(endpoint, example):
     first = ask(user)
     ask({"role": "user", "content": "b"})
     if example["prompt"] == "0+0=":
-        httpx2.post(endpoint.url + "/reward", json={"reward": 2}, timeout=60).raise_for_status()
+        httpx2.post(endpoint.url + "/reward", json={"reward": 2}, timeout=250).raise_for_status()
         ask(user, first, {"role": "user", "content": "a"})
 
 

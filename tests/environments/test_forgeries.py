@@ -325,7 +325,7 @@ def test_code_that_passes_is_rewarded():
 def test_no_forgery_is_rewarded(way):
     start = time.monotonic()
     assert python_tests(FORGERIES[way], {"tests": TESTS}) == 0
-    assert time.monotonic() - start < 5 + 60, "the limit is 5 s; the rest is the start"
+    assert time.monotonic() - start < 5 + 250, "the limit is 5 s; the rest is the start"
 
 
 def test_code_cannot_find_the_tests():

@@ -134,7 +134,7 @@ TESTS = {
 }
 
 
-@pytest.mark.usefixtures("each_wall")
+@pytest.mark.usefixtures("each_wall", "unhurried")
 @pytest.mark.parametrize("feature", TESTS)
 def test_tests_see_the_codes_names(feature):
     assert run_tests(CODE, TESTS[feature])
@@ -153,6 +153,7 @@ def test_each_of_these_tests_can_fail(feature):
     assert not run_tests(CODE, failing)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_code_is_rewarded_if_all_tests_pass():
     tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
     right = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -167,6 +168,7 @@ def test_code_is_rewarded_if_all_tests_pass():
     assert python_tests("", {"tests": tests}) == 0
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_main_block_is_skipped():
     code = """
 from __future__ import annotations

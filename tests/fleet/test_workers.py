@@ -125,14 +125,13 @@ def test_completion_that_ends_its_worker_fails_alone(workers, tmp_path_factory):
 def test_costly_rewards_run_side_by_side(workers, tmp_path, tmp_path_factory):
     path = f"{tmp_path_factory.getbasetemp() / 'workers0' / 'rewards.py'}:costly"
     terms = load_remote_rewards(workers, [path])
-    for attempt in range(30):  # a worker that another test ended starts again
+    for attempt in itertools.count():  # a worker that another test ended starts again
         log = tmp_path / str(attempt)
         assert score(terms, ["a"] * 8, [{"log": str(log)}] * 8).total.sum() == 8
         spans = sorted(tuple(map(float, line.split())) for line in log.read_text().splitlines())
         assert len(spans) == 8
         if any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans)):
             return  # one worker makes one call after another
-    pytest.fail("no two calls ran at the same time")
 
 
 def test_worker_that_is_added_takes_load_until_it_is_removed(workers):

@@ -83,7 +83,7 @@ def test_bucket_holds_a_resumable_run_after_every_request(
     def save(checkpoints: Checkpoints, *args: Any, progress: Progress, **named: Any) -> None:
         resume.save(checkpoints, *args, progress=progress, **named)
         checkpoints.wait()
-        until = time.monotonic() + 60
+        until = time.monotonic() + 250
         while progress.step not in saved(files(bucket)):
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -92,7 +92,7 @@ def test_outputs_equal_those_of_a_fresh_start(
             stranger._call("POST", relay.PATH, {})
         assert list(agent.directory.glob("payloads/*"))
     own.disconnect()
-    until = time.monotonic() + 60  # the agent tidies up after it has answered
+    until = time.monotonic() + 250  # the agent tidies up after it has answered
     while (left := list(agent.directory.glob("payloads/*"))) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
