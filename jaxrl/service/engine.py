@@ -140,9 +140,9 @@ class Engine:
     def forget(self, request: str, call: Callable[[], Any]) -> None:
         """Takes back `listen`."""
         with self._lock:
-            calls = self._listeners.get(request, [])
-            if call in calls:
-                calls.remove(call)
+            calls = self._listeners.pop(request, [])
+            if left := [one for one in calls if one is not call]:
+                self._listeners[request] = left
 
     def finish(
         self, request: str, answer: bytes, *, form: str = "json", failed: bool = False

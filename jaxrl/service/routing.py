@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -17,6 +17,8 @@ from jaxrl.service.wire import RefusedError
 class MissingError(Exception):
     """A session, model, sampler or request that is not there, or belongs to another key."""
 
+
+_MOST_JSON = 1 << 25  # bytes of a body, which takes many times as much memory once it is read
 
 BAD = (ValueError, OverflowError)
 """What a body that cannot be served raises; also pydantic, protobuf and JSON do."""
@@ -56,6 +58,8 @@ def route(service: Service, path: str, handler: Handler, *, method: str = "POST"
             return error(404, str(missing))
         except BAD as refused:
             return error(400, str(refused))
+        except ClientDisconnect:
+            return error(400, "the client has gone before the end of its body")
 
     return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
@@ -71,19 +75,25 @@ def reply(response: Any) -> Response:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """Reads a body, which must be an object of JSON; raises RefusedError for another."""
+    """Reads a body, which must be an object of JSON; raises RefusedError for another, or for one
+    that is too large."""
     body = await request.body()
+    if len(body) > _MOST_JSON:
+        raise RefusedError(f"the body has {len(body)} bytes; JSON may have {_MOST_JSON} at once")
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as wrong:
         raise RefusedError(f"the body is no JSON ({wrong}); send an object") from None
     if not isinstance(found, dict):
-        raise RefusedError(f"the body {found!r:.80} is no object of JSON; send one")
+        kind = type(found).__name__
+        raise RefusedError(f"the body is no object of JSON but of type {kind}; send one")
     return found
 
 
-def owned(service: Service, table: str, *, key: Any, owner: str) -> dict[str, Any]:
-    """Returns a row that belongs to the owner.
+def owned(
+    service: Service, table: str, *, key: Any, owner: str, columns: str = "*"
+) -> dict[str, Any]:
+    """Returns these columns of a row that belongs to the owner.
 
     Raises:
       MissingError: if there is none, in the same words whether another owner has it or nobody.
@@ -91,7 +101,7 @@ def owned(service: Service, table: str, *, key: Any, owner: str) -> dict[str, An
     """
     if not isinstance(key, str):
         raise RefusedError(f"{table}: {key!r:.80} is no id; give the text that this server gave")
-    row = service.engine.store.one(f"SELECT * FROM {table} WHERE id = ?", key)
-    if row is None or row["owner"] != owner:
+    text = f"SELECT {columns} FROM {table} WHERE id = ? AND owner = ?"
+    if (row := service.engine.store.one(text, key, owner)) is None:
         raise MissingError(f"{table}: {key!r} is not there; create it with this server and key")
     return row

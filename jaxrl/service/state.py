@@ -177,8 +177,9 @@ class Store:
                 (before,),
             )
             db.execute(
-                "UPDATE requests SET body = NULL WHERE kind = 'sample' AND answer IS NULL "
-                "AND status = 'done' AND body IS NOT NULL"
+                "UPDATE requests SET body = NULL WHERE kind = 'sample' AND status != 'queued' "
+                "AND created < ? AND body IS NOT NULL",
+                (before,),
             )
 
 

@@ -245,7 +245,8 @@ def test_anthropic_messages_and_openai_responses_are_the_same_conversation(play,
     assert found[0] == found[1] == found[2]
 
 
-def test_refusals_have_the_form_of_each_dialect(play):
+def test_refusals_have_the_form_of_each_dialect(play, monkeypatch):
+    monkeypatch.setattr(server, "_MOST_BYTES", 10_000)
     replies = dict[str, Any]()
 
     def agent(endpoint, example):
@@ -261,6 +262,7 @@ def test_refusals_have_the_form_of_each_dialect(play):
             endpoint.url, [user("a")], response_format={"type": "json_object"}
         )
         replies["body"] = chat(endpoint.url, [{"content": "a"}])
+        replies["bytes"] = chat(endpoint.url, [user("a" * 10_000)])
         replies["key"] = chat(endpoint.url.rpartition("/")[0] + "/wrong", [user("a")])
         body = {"model": "claude", "max_tokens": 9, "messages": [user("a")]}
         url = f"{endpoint.url}/v1/messages"
@@ -281,7 +283,8 @@ def test_refusals_have_the_form_of_each_dialect(play):
     assert (statuses["model"], codes["model"]) == (404, "model_not_found")
     assert (statuses["long"], codes["long"]) == (400, "context_length_exceeded")
     assert (statuses["key"], codes["key"]) == (401, "invalid_api_key")
-    for name in ("unfinished", "image", "n", "grammar", "body", "stored"):
+    assert "more than 10000 bytes" in replies["bytes"].text
+    for name in ("unfinished", "image", "n", "grammar", "body", "bytes", "stored"):
         assert statuses[name] == 400, name
         assert replies[name].json()["error"]["type"] == "invalid_request_error"
     assert "data.max_prompt_tokens = 300" in replies["long"].json()["error"]["message"]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import jax
 import pytest
 import zstandard
@@ -11,7 +12,7 @@ from starlette.testclient import TestClient
 from tinker import types
 
 from jaxrl.core import Precision, cast
-from jaxrl.service import app as app_module, engine as engine_module
+from jaxrl.service import app as app_module, engine as engine_module, routing as routing_module
 from jaxrl.service.app import application
 from jaxrl.service.devices import Devices
 from jaxrl.service.engine import Engine
@@ -234,6 +235,27 @@ def test_a_body_that_expands_without_end_is_refused(client: Client, monkeypatch:
     ):
         refused = client.http.post(f"/api/v1/{route}", content=body, headers=headers)
         assert (refused.status_code, message in refused.text) == (400, True), refused.text
+
+
+def test_json_that_would_take_all_memory_is_refused(client: Client, monkeypatch: Any) -> None:
+    monkeypatch.setattr(routing_module, "_MOST_JSON", 1000)
+    refused = client.http.post("/api/v1/asample", content=b"[" + b"[]," * 400 + b"0]")
+    assert (refused.status_code, "1203 bytes; JSON may have 1000" in refused.text) == (400, True)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(client: Client) -> None:
+    sent = list[Any]()
+
+    async def leave() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"x-api-key", b"tml-key")]
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": headers}
+    anyio.run(client.http.app, scope | {"query_string": b""}, leave, send)
+    assert sent[0]["status"] == 400
 
 
 def test_samples_without_end_are_refused() -> None:

@@ -29,6 +29,7 @@ from jaxrl.environments.gateway.openai_chat import CHAT
 from jaxrl.environments.gateway.openai_responses import RESPONSES
 from jaxrl.environments.gateway.session import Endpoint, Session
 
+_MOST_BYTES = 1 << 25  # of a body, which takes many times as much memory once it is read
 _TURNS = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
@@ -190,8 +191,13 @@ def gateway_route(
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    with contextlib.suppress(ValueError):
-        body = json.loads(await request.body())
+    sent = bytearray()
+    async for part in request.stream():
+        sent += part
+        text = f"the body has more than {_MOST_BYTES} bytes; send a shorter conversation"
+        refuse(len(sent) > _MOST_BYTES, text)
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.loads(sent)
         if isinstance(body, dict):
             return body
     raise TurnRefusedError("invalid", "the body is no JSON object")
