@@ -39,6 +39,7 @@ from benchmarks.timing import Run, alternate, compared, options, write
 from experiments.runs import exit_on_sigterm
 from tinker import types
 
+from jaxrl.bridge import free_port
 from jaxrl.core import MinibatchShape, Precision, given_rollout, jit, pack_minibatch
 from jaxrl.learner import make_learner
 from jaxrl.losses import grpo
@@ -141,8 +142,7 @@ def skyrl(
     environment: Path, model: Path, state: Path, *, rows: int, slots: int
 ) -> Iterator[tinker.ServiceClient]:
     """Starts SkyRL's server of a model; yields a client. Its log is skyrl.log beside `state`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1", 0)
     engine = {
         "max_lora_adapters": slots + 1,  # the first is the base's
         "max_lora_rank": RANK,
