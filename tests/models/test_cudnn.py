@@ -17,7 +17,7 @@ from jaxrl.models.attention import cudnn, kernels
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.model import decoder
-from jaxrl.models.spec import init
+from jaxrl.models.spec import abstract
 from tests import tiny
 from tests.models.attending import assert_equal, inputs, layout, results
 
@@ -43,11 +43,11 @@ def by_sequence(
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     places = jnp.arange(len(q))
-    number = jnp.full(len(q), -1)
-    slots = lengths.reshape(-1)
-    for n in range(len(slots)):  # a slot has room for `longest` tokens
-        first, end = starts[n], starts[n] + jnp.minimum(slots[n], longest)
-        number = jnp.where((places >= first) & (places < end) & (of_keys[n] == first), n, number)
+    slots = lengths.reshape(-1, 1)
+    first, of_keys = (x[: len(slots), None] for x in (starts, of_keys))
+    end = first + jnp.minimum(slots, longest)  # a slot has room for `longest` tokens
+    inside = (places[None] >= first) & (places[None] < end) & (of_keys == first)
+    number = jnp.max(jnp.where(inside, jnp.arange(len(slots))[:, None], -1), axis=0)
     distance = places[:, None] - places[None]
     seen = (number[:, None] == number[None]) & (distance >= 0) & (number >= 0)[:, None]
     if sliding_window_length is not None:
@@ -94,8 +94,12 @@ ROWS = [
 def packed(segments, runs):
     (q, k, v, _), _ = inputs(64, 8, 8, 2)
     settings = {"scoring": Scoring(None, 0.35), "precision": parse("fp32")}
-    out = cudnn.packed(q, k, v, segments, runs=runs, **settings)
-    return out, attention(q, k, v, segments, **settings)
+
+    @jax.jit
+    def both(*arrays):
+        return cudnn.packed(*arrays, runs=runs, **settings), attention(*arrays, **settings)
+
+    return both(q, k, v, segments)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -146,7 +150,7 @@ def test_calls_of_a_layer_for_cuda(remat, forward, hopper, windows, monkeypatch)
     config = dataclasses.replace(tiny.CONFIG, windows=windows)
     model = decoder(config, remat=remat, attend=attend)
     precision = parse("bf16_master")
-    params = init(model.specs, jax.random.key(0), dtype=precision.params)
+    params = abstract(model.specs, dtype=precision.params)
     tokens = jnp.ones((2, 96), jnp.int32)
 
     def loss(params):
