@@ -6,6 +6,7 @@ import json
 import math
 import string
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,16 @@ def _normals(seed: int, first: int, *, count: int, size: int) -> np.ndarray:
 def _draw(key: jax.Array, first: int, *, count: int, size: int) -> jax.Array:
     keys = jax.lax.dynamic_slice_in_dim(jax.random.split(key, _ARRAYS), first, count)
     return jax.vmap(lambda key: jax.random.normal(key, size, jnp.float32))(keys)
+
+
+def difference(a: Any, b: Any) -> Any:
+    """Subtracts trees of arrays on the host, without a program for each shape."""
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
+
+
+def norm(tree: Any) -> float:
+    """The Euclidean norm of all arrays of a tree."""
+    return math.hypot(*(float(np.linalg.norm(x)) for x in jax.tree.leaves(tree)))
 
 
 def rollouts(count: int, *, seed: int = 0, longest: int = 12) -> list[Rollout]:
