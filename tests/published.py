@@ -1,6 +1,7 @@
 """Published tokenizers with their chat templates, as scripts/fetch_tokenizers.sh keeps them."""
 
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def directory(name: str) -> Path:
     return KEPT / name
 
 
+@functools.cache  # a second each
 def tokenizer(name: str) -> Any:
-    """The tokenizer as transformers loads it, without jaxrl."""
+    """The tokenizer as transformers loads it, without jaxrl; tests change only copies."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory(name)))

@@ -1,6 +1,5 @@
 """Conversations against transformers' own rendering, with published tokenizers and templates."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.huggingface.test_published_templates import FAMILIES, table
 
 WITH_TOOLS = ("qwen2_5", "qwen3", "mistral_nemo")
 WHOLE = {"prompt_key": "none", "completion_key": "messages"}
-tokenizer_of = functools.cache(published.tokenizer)
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
@@ -37,7 +35,7 @@ def write(directory: Path, *rows: Any, suffix: str = "jsonl") -> str:
 
 def trained(name: str, path: str, **keys: Any) -> list[tuple[str, str]]:
     """Each sequence of `jaxrl sft` as text: what is read, what is trained."""
-    tokenizer = tokenizer_of(name)
+    tokenizer = published.tokenizer(name)
     config = toml_file.validate(SFTDataConfig, {"path": path} | WHOLE | keys)
     texts = load_texts(config, tokenizer, max_tokens=4000).sequences
     return [(tokenizer.decode(t.prompt), tokenizer.decode(t.completion)) for t in texts]
@@ -46,7 +44,7 @@ def trained(name: str, path: str, **keys: Any) -> list[tuple[str, str]]:
 def expected(name: str, messages: Any, **variables: Any) -> list[tuple[str, str]]:
     """The same by transformers: the conversation up to each of the assistant's turns, without it
     and with it, which ends where the tokenizer's own end stands last."""
-    tokenizer, found = tokenizer_of(name), []
+    tokenizer, found = published.tokenizer(name), []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -123,7 +121,7 @@ def test_template_kwargs_are_the_templates_variables(tmp_path: Path):
 def test_a_variable_that_the_template_does_not_read_is_refused(name, variable, message):
     rendering = Rendering(template_kwargs={variable: False})
     with pytest.raises(ValueError, match=rf"template_kwargs\.{variable} = False.*{message}"):
-        make_renderer(tokenizer_of(name), rendering)
+        make_renderer(published.tokenizer(name), rendering)
 
 
 def test_variables_with_defaults_are_read():
@@ -228,7 +226,7 @@ def test_a_system_prompt_precedes_every_turn(tmp_path: Path):
 def test_pairs_of_calls(tmp_path: Path, name):
     good, bad = talk()[:2], talk(arguments={"city": "Bergen"})[:2]
     path = write(tmp_path, {"chosen": good, "rejected": bad, "tools": [CLOCK]})
-    tokenizer = tokenizer_of(name)
+    tokenizer = published.tokenizer(name)
     (pair,) = read_pairs(
         read_rows(path),
         tokenizer,
@@ -249,7 +247,7 @@ def test_prompts_of_reinforcement_learning(tmp_path: Path, name):
     def load(rendering: Rendering) -> str:
         found = load_prompts(
             read_rows(path),
-            tokenizer_of(name),
+            published.tokenizer(name),
             prompt_key="prompt",
             answer_key="answer",
             rendering=rendering,
@@ -266,7 +264,7 @@ def test_prompts_of_reinforcement_learning(tmp_path: Path, name):
 
 @pytest.mark.parametrize(("family", "name"), FAMILIES.items())
 def test_the_page_says_what_the_templates_show(family, name):
-    tokenizer, cells = tokenizer_of(name), table()[family]
+    tokenizer, cells = published.tokenizer(name), table()[family]
 
     def said(*, tools: Any = None, **keys: Any) -> str:
         messages = [HELLO[0], {**HELLO[1], "content": ""} | keys]

@@ -1,6 +1,7 @@
 """Published tokenizers and templates against transformers' own rendering: every cell of the table
 in docs/text.md, and the ids that jaxrl makes of prompts and of supervised rows."""
 
+import copy
 import json
 import logging
 import shutil
@@ -151,7 +152,7 @@ def test_texts_without_a_template_begin_as_the_tokenizer_begins_them(name, tmp_p
     [("qwen3", "<|endoftext|>"), ("gemma3", "<eos>"), ("llama3", "<|end_of_text|>")],
 )
 def test_the_end_of_a_turn_is_the_templates_not_the_tokenizers(name, eos, tmp_path):
-    tokenizer = published.tokenizer(name)
+    tokenizer = copy.deepcopy(published.tokenizer(name))
     tokenizer.eos_token = eos
     path = write(tmp_path / "a.jsonl", {"prompt": "Hi", "completion": "Hello."})
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
