@@ -1,6 +1,8 @@
 """Losses of pairs that compare a completion with the whole batch: against numpy in float64, however
 the batch is packed and divided into microbatches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,15 +60,19 @@ def test_value_and_gradient_by_hand(name, layout):
         logprobs[r, start:end], reference[r, start:end] = pi[i], ref[i]
     goal = objective(preference.pairwise(LOSSES[name]), preference.pair_mean)
     scores = Scores(logprobs=jnp.asarray(logprobs), reference=jnp.asarray(reference))
-    scores, _ = goal.survey(scores, batch)
+    scores, _ = jax.jit(goal.survey)(scores, batch)
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(logprobs, rows):  # of one microbatch
-        part = jax.tree.map(lambda x: x[rows], (scores.replace(logprobs=logprobs), batch))
+        part = jax.tree.map(
+            lambda x: jnp.asarray(x)[rows], (scores.replace(logprobs=logprobs), batch)
+        )
         return goal.total(*part)[0] / goal.denominator(batch)
 
-    every = jnp.arange(len(rows))
-    value, gradient = jax.value_and_grad(loss)(scores.logprobs, every)
-    parts = [jax.value_and_grad(loss)(scores.logprobs, every[i : i + 1]) for i in every]
+    every = np.arange(len(rows))
+    value, gradient = loss(scores.logprobs, every)
+    parts = [loss(scores.logprobs, every[i : i + 1]) for i in every]
     np.testing.assert_allclose(sum(part[0] for part in parts), value, rtol=1e-6)
     np.testing.assert_allclose(sum(part[1] for part in parts), gradient, atol=1e-7)
 
@@ -83,17 +89,21 @@ def test_equal_policies_give_the_loss_of_a_coin():
     """As at the first step, when all log-ratios are 0 and every rank is tied."""
     batch, _ = laid_out(*LAYOUTS["packed"][:1], width=LAYOUTS["packed"][1])
     same = jnp.full(batch.tokens.shape, -1.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mean(goal, logprobs):
+        scores, _ = goal.survey(Scores(logprobs=logprobs, reference=logprobs), batch)
+        return goal.total(scores, batch)[0] / goal.denominator(batch)
+
     for name, coins in {"bco": 2, "aot": 1, "aot_unpaired": 1}.items():
         goal = objective(preference.pairwise(LOSSES[name]), preference.pair_mean)
-        scores, _ = goal.survey(Scores(logprobs=same, reference=same), batch)
-        found = goal.total(scores, batch)[0] / goal.denominator(batch)
-        np.testing.assert_allclose(found, coins * np.log(2), rtol=1e-6)
+        np.testing.assert_allclose(mean(goal, same), coins * np.log(2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_empty_batch_has_zero_loss(name):
     batch, _ = laid_out([[], []], width=8)
-    zeros = jnp.zeros((2, 8))
+    zeros = np.zeros((2, 8), np.float32)
     goal = objective(preference.pairwise(LOSSES[name]), preference.pair_mean)
-    scores, _ = goal.survey(Scores(logprobs=zeros, reference=zeros), batch)
-    assert float(goal.total(scores, batch)[0]) == 0
+    scores, _ = jax.jit(goal.survey)(Scores(logprobs=zeros, reference=zeros), batch)
+    assert float(jax.jit(goal.total)(scores, batch)[0]) == 0

@@ -20,6 +20,7 @@ from jaxrl.models.row_parts import Rows
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.partition import Layout
 from jaxrl.sharding.rules import PRESETS as RULES
+from tests import tiny
 from tests.models.references import DELTA, EXPERTS, GPT_OSS, SIZES
 
 FP32 = PRESETS["fp32"]
@@ -56,16 +57,16 @@ def test_layers_apart_on_a_gpu_change_nothing(remat, monkeypatch):
     settings = config(num_hidden_layers=3)
     layout = Layout(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"])
     model = decoder(settings, remat=remat, layout=layout)
-    params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+    params, inputs = tiny.drawn(model.specs, 0), batch()
     loss = jax.value_and_grad(partial(total, model))
-    expected = jax.jit(loss)(params, *batch())
-    loops = jax.jit(loss).lower(params, *batch()).as_text()
+    loops = jax.jit(loss).lower(params, *inputs)
     monkeypatch.setattr(Rows, "platform", "gpu")
     jax.clear_caches()
-    found = jax.jit(loss)(params, *batch())
+    apart = jax.jit(loss).lower(params, *inputs)
+    found, expected = (one.compile()(params, *inputs) for one in (apart, loops))
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert "stablehlo.while" in loops
-    assert "stablehlo.while" not in jax.jit(loss).lower(params, *batch()).as_text()
+    assert "stablehlo.while" in loops.as_text()
+    assert "stablehlo.while" not in apart.as_text()
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
@@ -121,7 +122,7 @@ def test_remat_changes_memory_and_nothing_else():
     results, memory = {}, {}
     for remat in ("none", "matmuls", "attention", "layer"):
         model = decoder(config(num_hidden_layers=4), remat=remat)
-        params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+        params = tiny.drawn(model.specs, 0)
         step = jax.jit(jax.grad(partial(total, model))).lower(params, *inputs).compile()
         results[remat] = step(params, *inputs)
         memory[remat] = step.memory_analysis().temp_size_in_bytes
@@ -139,7 +140,7 @@ def test_16_bits_need_less_memory_than_32(remat):
     memory = {}
     for name in ("fp32", "bf16_master", "fp16_master"):
         precision = parse(name)
-        params = spec.init(model.specs, jax.random.key(0), dtype=precision.params)
+        params = spec.abstract(model.specs, dtype=precision.params)
 
         def loss(params, precision=precision):
             return total(model, casts.cast(params, precision.compute), *inputs, precision=precision)
@@ -168,7 +169,7 @@ def test_gradients_agree_with_differences(family):
 
 def test_padding_is_finite_and_reaches_nothing():
     model = decoder(config())
-    params = spec.init(model.specs, jax.random.key(0), dtype=FP32.params)
+    params = tiny.drawn(model.specs, 0)
     tokens, positions, segments = batch()
     step = jax.jit(jax.value_and_grad(partial(total, model)))
     expected = step(params, tokens, positions, segments)
@@ -183,9 +184,7 @@ def test_padding_is_finite_and_reaches_nothing():
 def test_token_gradients_are_summed_in_f32():
     model = decoder(config(num_hidden_layers=1))
     precision = PRESETS["bf16_master"]
-    params = casts.cast(
-        spec.init(model.specs, jax.random.key(0), dtype=precision.params), precision.compute
-    )
+    params = casts.cast(tiny.drawn(model.specs, 0), precision.compute)
     # Rows of one token each: their gradients are equal, and 300 of them exceed 8 bits of mantissa.
     ones = jnp.ones((300, 1), jnp.int32)
 

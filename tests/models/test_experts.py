@@ -28,8 +28,8 @@ assert EXPERTS is not None
 
 
 def layer(dtype=FP32.params):
-    params = spec.init(decoder(CONFIG).specs, jax.random.key(0), dtype=dtype)
-    return jax.tree.map(lambda x: x[0], params["layers"])
+    params = tiny.params(config=CONFIG)
+    return {name: np.asarray(x[0], dtype) for name, x in params["layers"].items()}
 
 
 def stream(length=9, seed=1):
