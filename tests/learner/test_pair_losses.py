@@ -53,8 +53,9 @@ def gradient(loss, *, rows, devices=1):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_and_devices_change_nothing(name):
+    """Two microbatches on eight devices."""
     whole = gradient(LOSSES[name], rows=16)
     assert max(np.abs(x).max() for x in jax.tree.leaves(whole)) > 1e-3
-    for found in (gradient(LOSSES[name], rows=2), gradient(LOSSES[name], rows=8, devices=8)):
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
+    found = gradient(LOSSES[name], rows=8, devices=8)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
