@@ -1,5 +1,7 @@
 """Updates that rounding to the parameters' dtype takes away."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,22 +20,22 @@ from tests.learner.test_policy import learner, minibatch
 BF16 = PRESETS["bf16"]
 
 
-def constant(size):
-    """Moves each parameter by `size`, except the norms, by 0."""
+def update(grads, size, params=None):
+    """Moves each parameter by `size`, the state, except the norms, by 0."""
+    return jax.tree.map(lambda g: jnp.full_like(g, size if g.ndim > 2 else 0), grads), size
 
-    def update(grads, state, params=None):
-        return jax.tree.map(lambda g: jnp.full_like(g, size if g.ndim > 2 else 0), grads), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+CONSTANT = optax.GradientTransformation(lambda params: jnp.float32(3e-4), update)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-4, 3e-3])
 def test_the_share_is_counted_in_numpy(size):
-    one = learner(precision=BF16, optimizer=constant(size))
-    state = one.init(tiny.params())
+    one = learner(precision=BF16, optimizer=CONSTANT)
+    moved = jnp.asarray(size, BF16.moments)
+    state = dataclasses.replace(one.init(tiny.params()), opt_state=moved)
     after, metrics = one.step(state, minibatch(rows_per_microbatch=2))
     before = [np.asarray(x) for x in jax.tree.leaves(state.params) if x.ndim > 2]
-    lost = [x == (x.astype(np.float32) + np.float32(size)).astype(x.dtype) for x in before]
+    lost = [x == (x.astype(np.float32) + np.float32(moved)).astype(x.dtype) for x in before]
     expected = np.concatenate([x.ravel() for x in lost]).mean()
     assert to_floats(metrics)["update/absorbed"] == pytest.approx(expected, abs=1e-6)
     assert {1e-6: expected > 0.9, 1e-4: True, 3e-3: expected < 0.5}[size]
@@ -56,7 +58,7 @@ def test_published_words_are_counted_in_numpy(text, platform, monkeypatch):
     if platform == "chip":
         monkeypatch.setattr(lax, "platform_dependent", for_chips)
     precision = Precision.of(text)
-    one = learner(precision=precision, optimizer=constant(3e-4))
+    one = learner(precision=precision, optimizer=CONSTANT)
     reporting = reporting_publish(
         one.step, params_of=lambda state: state.params, precision=precision
     )
