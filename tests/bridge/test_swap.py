@@ -267,13 +267,15 @@ def test_a_server_that_does_not_answer_is_seldom_asked(two, monkeypatch):
 
     def silent(path: str, body: dict[str, Any]) -> tuple[int, str]:
         asked.append(path)
-        return respond(path, body) if answer.wait(30) else (500, "")
+        return respond(path, body) if answer.wait(250) else (500, "")
 
     dead.respond = silent
     servers[1].fail(UnavailableError("it did not answer"))
     for version in range(1, 9):
         publish(servers, version)
         assert not servers[1].connected
+    while not asked:  # the server's thread may begin after the time-out
+        time.sleep(0.01)
     assert asked == ["/health"]
     monkeypatch.setattr(swap, "_ALL_BEHIND", 0.0)
     with pytest.raises(UnavailableError, match=f"{servers[1].url}: GET {servers[1].url}/health"):

@@ -16,7 +16,7 @@ from tests.environments.openenv_server import serving
 from tests.environments.test_tools import QWEN_TOKENIZER as TOKENIZER
 
 LIMITS = EpisodeLimits(
-    max_turns=4, max_tokens=400, max_prompt_tokens=200, timeout=60.0, vocab_size=1000
+    max_turns=4, max_tokens=400, max_prompt_tokens=200, timeout=600.0, vocab_size=1000
 )
 
 

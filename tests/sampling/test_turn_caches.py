@@ -230,7 +230,7 @@ class Talk:
 
 def test_episodes_compute_new_tokens_only(computed):
     limits = EpisodeLimits(
-        max_turns=4, max_tokens=60, max_prompt_tokens=20, timeout=60.0, vocab_size=64
+        max_turns=4, max_tokens=60, max_prompt_tokens=20, timeout=600.0, vocab_size=64
     )
     examples = {n: Example(np.arange(2, 14 + n, dtype=np.int32), None, {}) for n in range(3)}
     found, failure = EpisodeRunner(Talk, limits, LockstepScheduler).run(
