@@ -23,7 +23,7 @@ class Actor:
     def __init__(self, silent: bool = False) -> None:
         self.threads, self.lock = ThreadPoolExecutor(64), threading.Lock()
         self.running: set[Future] = set()
-        self.most = self.deaths = 0
+        self.most = self.deaths = self.alone = 0  # deaths with one call are alone
         self.silent, self.asked = silent, list[Future]()  # and those without an answer
         self.call, self.awake = Method(self._call), Method(self._awake)
 
@@ -31,6 +31,7 @@ class Actor:
         with self.lock:
             ended, self.running = self.running, set()
             self.deaths += 1
+            self.alone += len(ended) == 1
         for answer in ended:
             answer.set_exception(ConnectionError("the process has ended\nat once"))
 
@@ -147,8 +148,9 @@ def test_calls_survive_those_that_end_their_workers(monkeypatch):
         else:
             assert call.result() == 2 * i
     assert max(actor.most for actor in actors) <= 4
-    # Two deaths in company, then three alone; both may be in the same company.
-    assert 8 <= sum(actor.deaths for actor in actors) <= 10
+    # Each has at most two deaths in company, and then three alone.
+    assert sum(actor.deaths for actor in actors) <= 10
+    assert sum(actor.alone for actor in actors) >= 6
     assert 6 <= workers.numbers()["fleet/deaths"] <= sum(actor.deaths for actor in actors)
 
 
