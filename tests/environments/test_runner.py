@@ -129,7 +129,7 @@ def test_slow_environment_delays_no_other():
     class Waits(Talk):
         async def step(self, completion):
             if completion[0] == 10 and completion[1] == 20:
-                assert freed.wait(60)
+                assert freed.wait(250)
             if completion[0] == 12 and len(self.heard) == 2:
                 freed.set()
             return await super().step(completion)
@@ -303,11 +303,11 @@ def test_runners_share_the_open_file_limit(monkeypatch):
     def holds_three():
         with open_file_limit.reserve_files(3):
             entered.set()
-            leave.wait(60)
+            leave.wait(250)
 
     thread = threading.Thread(target=holds_three)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(250)
     with open_file_limit.reserve_files(1):
         threading.Timer(0.2, leave.set).start()
         with open_file_limit.reserve_files(3):  # granted when the others have left

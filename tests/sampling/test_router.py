@@ -197,4 +197,4 @@ def test_aborting_wakes_waiting_requests(asking):
         waiting = pool.submit(asking.one)
         asking.router.abort()
         for future in [waiting, *flying]:
-            assert future.exception(60) is not None
+            assert future.exception(250) is not None
