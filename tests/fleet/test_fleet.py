@@ -97,6 +97,8 @@ def kill_after(step: int, run_dir: Path) -> threading.Thread:
             time.sleep(0.05)
         try:
             assert main(["fleet", str(run_dir), "--workers", "3"]) == 0
+            while ("worker 2", "started") not in events(run_dir):
+                time.sleep(0.05)
             os.kill(learners(run_dir)[-1].pid, signal.SIGKILL)
         finally:
             (run_dir.parent / "disturbed").touch()
