@@ -198,7 +198,7 @@ class Speaks:
 def test_turn_is_conditioned_on_the_episode(serving):
     """Each token has the log-prob that one forward pass over the whole episode gives."""
     limits = EpisodeLimits(
-        max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=60.0, vocab_size=64
+        max_turns=3, max_tokens=60, max_prompt_tokens=16, timeout=600.0, vocab_size=64
     )
     params = SamplingParams(max_tokens=60, stop=tuple((i,) for i in range(32)), seed=5)
     examples = {7 + i: Example(prompt, {}, {}) for i, prompt in enumerate(PROMPTS)}
@@ -267,6 +267,7 @@ def test_run_trains_through_a_server(material, tmp_path):
     assert all(jax.tree.leaves(changed))
 
 
+@pytest.mark.usefixtures("sampled_ahead")
 def test_a_run_trains_while_the_server_samples(material, tmp_path):
     changes = {
         "sampler__url": material.url,
