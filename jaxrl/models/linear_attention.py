@@ -1,5 +1,6 @@
 """Linear attention of Qwen3-Next and Qwen3.5: a convolution, the gated delta rule, a gated norm."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,9 +57,9 @@ def recur_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the `Recurrence` of whole rows from states of zeros; also returns the states after
     them, as `delta_rule`."""
-    convolved = causal_convolution(
-        inputs, layer["conv"][:, 0], segments, precision=context.precision
-    )
+    # Recomputed for the gradient. If XLA kept parts of it, a step would round unlike the sampler.
+    convolution = jax.checkpoint(functools.partial(causal_convolution, precision=context.precision))
+    convolved = convolution(inputs, layer["conv"][:, 0], segments)
     heads = _heads(convolved, context)
     out, states = delta_rule(*heads, gates, segments, precision=context.precision)
     return checkpoint_name(out, KEPT), states

@@ -317,12 +317,15 @@ def test_fixed_sums_with_waiting_turns(family):
             np.testing.assert_array_equal(found.logprobs, expected.logprobs[:count])
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_fixed_sums_give_ratio_one(name):
-    model, params = a_model("qwen3")
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("qwen3", name) for name in BOUNDS), ("qwen3_next", "fp32")]
+)
+def test_fixed_sums_give_ratio_one(family, name):
+    """In a step, whose program also computes the gradient."""
+    model, params = a_model(family)
     precision = dataclasses.replace(parse(name), sums="fixed")
     learner = a_learner(model, precision)
-    _, minibatch = packed(precision, rollouts_of("qwen3", precision), row_length=300)
+    _, minibatch = packed(precision, rollouts_of(family, precision), row_length=300)
     _, metrics = jit(learner.step, sums="fixed")(learner.init(params), minibatch)
     found = to_floats(metrics)
     assert found["mismatch/token_mult_error"] == 1
