@@ -46,7 +46,7 @@ def test_every_program_is_compiled_with_options():
     # A jit within another program has none of its own, and initial values are rounded once. The
     # flags are tried on a program of their own.
     nested = {"models/lora.py", "models/spec.py", "core/compiled.py", "learner/update.py"}
-    nested |= {"core/compiler_flags.py"}
+    nested |= {"core/compiler_flags.py", "models/attention/splash_forward.py"}
     found = [
         str(path)
         for path in SOURCE.rglob("*.py")

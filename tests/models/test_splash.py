@@ -1,6 +1,5 @@
 """Splash attention in interpret mode equals attention by XLA, gradients too."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.core.precision import parse
-from jaxrl.models.attention import kernels, splash, splash_gradient
+from jaxrl.models.attention import kernels, splash, splash_blocks, splash_forward
 from jaxrl.models.attention.blocks import attention
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.model import decoder
@@ -25,10 +24,10 @@ def test_splash_attention_in_interpret_mode(sizes):
 
 
 @pytest.fixture
-def one_kernel(monkeypatch):
-    """All gradients are of one kernel, with blocks of 128."""
+def in_fast_memory(monkeypatch):
+    """Each head of a row fits, and has blocks of 128."""
     kind = jax.devices()[0].device_kind
-    monkeypatch.setattr(splash_gradient, "_FAST", {kind: 96})
+    monkeypatch.setattr(splash_blocks, "_FAST", {kind: 96})
     monkeypatch.setattr(splash, "_BLOCKS", (1024, 128))
 
 
@@ -43,17 +42,15 @@ def one_kernel(monkeypatch):
         ),
     ],
 )
-def test_splash_attention_with_one_kernel_for_all_gradients(sizes, form, one_kernel):
+def test_splash_attention_of_rows_in_fast_memory(sizes, form, in_fast_memory):
     settings: Any = {"length": 256, "head_dim": 128} | form
     attend = kernels.by_kernel("splash", layout=layout(**sizes), interpret=True)
     assert_equal(results(attend, **settings), results(attention, **settings))
 
 
-def test_one_kernel_skips_what_no_query_sees_and_masks_no_more_than_it_must(one_kernel):
+def test_what_no_query_sees_is_skipped_and_no_more_is_masked_than_must(in_fast_memory):
     segments = np.repeat([[1, 2, 0], [1, 1, 1]], [256, 200, 56], axis=1).astype(np.int32)
-    pairs = functools.partial(
-        splash_gradient._pairs, splash_gradient.Tokens(segments, segments, jnp.int32(0))
-    )
+    tokens = splash_blocks.Tokens(segments, segments, jnp.int32(0))
     i, j = np.arange(512)[None, :, None], np.arange(512)[None, None, :]
     for window in (None, 150):
         seen = (j <= i) & (segments[:, :, None] == segments[:, None, :])
@@ -61,12 +58,44 @@ def test_one_kernel_skips_what_no_query_sees_and_masks_no_more_than_it_must(one_
             seen &= i - j < window
         blocks = seen.reshape(2, 4, 128, 4, 128)
         wanted = np.where(blocks.all((2, 4)), 2, np.where(blocks.any((2, 4)), 1, 0))
-        found = pairs(splash_gradient.Settings(128, window, None))
-        np.testing.assert_array_equal(found, wanted.swapaxes(1, 2))
+        settings = splash_blocks.Settings(128, window, None)
+        np.testing.assert_array_equal(splash_blocks.pairs(tokens, settings), wanted.swapaxes(1, 2))
+        codes, counts = splash_forward._listed(tokens, settings)
+        for row, kinds in enumerate(wanted.reshape(2, 16)):
+            listed = 4 * np.arange(16) + kinds
+            np.testing.assert_array_equal(codes[row, : counts[row]], listed[kinds > 0])
 
     attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
     form: Any = {"length": 512, "head_dim": 128, "segments": jnp.asarray(segments)}
     assert_equal(results(attend, **form), results(attention, **form))
+
+
+@pytest.mark.parametrize(("kv_heads", "sinks", "block"), [(8, False, 128), (1, True, 256)])
+def test_log_sum_exp_of_rows_in_fast_memory(kv_heads, sinks, block):
+    """For each query it is that of all scores that the query sees, and its sink."""
+    rng = np.random.default_rng(0)
+    batch, length, size = 2, 256, 128
+    q, k, v = (
+        rng.normal(size=(heads, batch * length, size)).astype(np.float32)
+        for heads in (8, kv_heads, kv_heads)
+    )
+    q /= 4
+    segments = np.sort(rng.integers(1, 4, (batch, length)), axis=1).astype(np.int32)
+    tokens = splash_blocks.Tokens(segments, segments, jnp.int32(0))
+    given = jnp.linspace(-1, 30, 8) if sinks else None
+    settings = splash_blocks.Settings(block, None, None, interpret=True)
+    out, found = splash_forward._outputs(q, k, v, tokens, given, settings)
+
+    rows = (x.reshape(len(x), batch, length, size).astype(np.float64) for x in (q, k, v))
+    q, k, v = (np.repeat(x, 8 // len(x), axis=0) for x in rows)
+    seen = np.tril(segments[:, :, None] == segments[:, None, :])
+    scores = np.where(seen, np.einsum("hbqd,hbkd->hbqk", q, k), -np.inf)
+    sums = np.exp(scores).sum(3)
+    if given is not None:
+        sums += np.exp(np.asarray(given, np.float64))[:, None, None]
+    wanted = np.einsum("hbqk,hbkd->hbqd", np.exp(scores) / sums[..., None], v)
+    np.testing.assert_allclose(found.reshape(sums.shape), np.log(sums), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_keys_that_a_decoder_multiplies_have_the_bits_of_those_that_splash_multiplies():
@@ -166,13 +195,13 @@ def test_blocks_between_sequences_are_left_out_and_nothing_changes(monkeypatch):
 def test_blocks_of_splash(tokens, kind, block, one):
     assert splash.block_size(tokens, kind) == block
     sizes = {"queries": tokens, "keys": tokens, "head_dim": 128, "value_dim": 128}
-    assert splash_gradient.fits(kind, **sizes) == one
+    assert splash_blocks.fits(kind, **sizes) == one
 
 
 @pytest.mark.parametrize("fast", [0, 96])
 @pytest.mark.parametrize(("remat", "forward"), [("attention", 1), ("layer", 2)])
 def test_what_is_kept_of_splash_spares_its_forward_kernel(remat, forward, fast, monkeypatch):
-    monkeypatch.setattr(splash_gradient, "_FAST", {jax.devices()[0].device_kind: fast})
+    monkeypatch.setattr(splash_blocks, "_FAST", {jax.devices()[0].device_kind: fast})
     attend = kernels.by_kernel("splash", layout=layout(), interpret=True)
     model = decoder(tiny.CONFIG, remat=remat, attend=attend)
     tokens = jnp.ones((2, 128), jnp.int32)
@@ -183,6 +212,7 @@ def test_what_is_kept_of_splash_spares_its_forward_kernel(remat, forward, fast, 
         return jnp.sum(out.astype(jnp.float32))
 
     text = str(jax.make_jaxpr(jax.grad(loss))(params))
-    assert text.count("name=splash_mha_fwd_segmented_residuals") == forward
+    name = "splash_mha_forward" if fast else "splash_mha_fwd_segmented_residuals"
+    assert text.count(f"name={name}") == forward
     assert text.count("name=splash_mha_gradients") == (fast > 0)
     assert "reduce_precision" not in text  # a pass of its own on TPUs

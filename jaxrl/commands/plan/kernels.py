@@ -7,21 +7,29 @@ from collections.abc import Sequence
 from jaxrl.commands.plan.chips import TPUS
 from jaxrl.sharding import Instruction, Work
 
-# Bundles of splash attention for 512 queries, 512 keys and one head: forward, gradient of queries,
-# and of keys and values. Counted in its final schedule (docs/results/chips.md).
+# Bundles of jax's splash attention for 512 queries, 512 keys and one head: forward, gradient of
+# queries, and of keys and values. Counted in its final schedule (docs/results/chips.md).
 _BUNDLES = {
     "v5e": (1133, 1524, 1906),
     "v5p": (1140, 1508, 1924),
     "v6e": (981, 1182, 1409),
     "tpu7x": (981, 1182, 1409),  # of v6e: not counted
 }
-# The same for all gradients by `models.attention.splash_gradient`: of a block in which every score
-# counts, of another one, and of all else in a row's head of 4,096 tokens.
-_GRADIENTS = {
-    "v5e": (2280, 2514, 4115),
-    "v5p": (2209, 2558, 4241),
-    "v6e": (1471, 1754, 3204),
-    "tpu7x": (1434, 1791, 3186),
+# The same for `models.attention.splash_forward` and `splash_gradient`, which hold a head of a row:
+# of a block in which every score counts, of another one, and of all else in 4,096 tokens.
+_ROWS = {
+    "forward": {
+        "v5e": (1086, 1192, 3724),
+        "v5p": (1083, 1197, 3825),
+        "v6e": (674, 909, 3187),
+        "tpu7x": (608, 886, 2822),
+    },
+    "gradients": {
+        "v5e": (2280, 2514, 4115),
+        "v5p": (2209, 2558, 4241),
+        "v6e": (1471, 1754, 3204),
+        "tpu7x": (1434, 1791, 3186),
+    },
 }
 _CORES = {"v5p": 2}
 _BLOCK, _AROUND = 512, 1.285  # the second: steps of splash's kernels around its blocks
@@ -62,8 +70,9 @@ def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> f
     then queries [H, rows * T, head_dim] and keys [K, rows * S, head_dim]. T is less than S where
     devices divide the rows: the last one, which sees the most blocks, is counted."""
     name = _splash_name(one)
-    if "gradients" in name:
-        return _gradients(shapes, kind) / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
+    if of_rows := _ROWS.get(name.removeprefix("splash_mha_").rstrip("_")):
+        bundles = _of_rows(shapes, *of_rows[kind])
+        return bundles / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
     listed, *arrays = (shape for shape in shapes if len(shape) == 3)
     (heads, queries, _), (_, keys, _), *_ = (shape for shape in arrays if shape != listed)
     forward, dq, dkv = _BUNDLES[kind]
@@ -75,13 +84,12 @@ def _splash(one: Instruction, shapes: Sequence[tuple[int, ...]], kind: str) -> f
     return blocks * bundles * _AROUND / (TPUS[kind].clock or math.inf) / _CORES.get(kind, 1)
 
 
-def _gradients(shapes: Sequence[tuple[int, ...]], kind: str) -> float:
-    """Counts the bundles of a call of `splash_gradient.gradients`, from the arrays that it reads:
-    queries [H, B * T, hd], keys [K, B * S, hd], and last the keys' sequences [B, S, 128]. Each row
-    counts as one sequence, of which the last device has the end, as in `_splash`."""
+def _of_rows(shapes: Sequence[tuple[int, ...]], whole: int, masked: int, rest: int) -> float:
+    """Counts the bundles of a call of a kernel that holds a head of a row, from the arrays that it
+    reads: queries [H, B * T, hd], keys [K, B * S, hd], and last the keys' sequences [B, S, 128].
+    Each row counts as one sequence, of which the last device has the end, as in `_splash`."""
     arrays = [shape for shape in shapes if len(shape) == 3]
     (heads, queries, _), (rows, keys, _) = arrays[0], arrays[-1]
     seen, of_keys = queries / rows / _BLOCK, keys / _BLOCK
-    whole, masked, rest = _GRADIENTS[kind]
     blocks = seen * (of_keys - (seen - 1) / 2) - seen
     return heads * rows * (blocks * whole + seen * masked + rest * queries / rows / 4096)

@@ -260,6 +260,7 @@ def by_kernel(kernel: Kernel, *, layout: Layout, interpret: bool = False) -> Att
             local = functools.partial(local, packed=reserves_by_run(kernel, layout), runs=runs)
         constant = None
         if kernel == "splash":
+            local = functools.partial(local, interpret=interpret)
             constant = splash.build(q, v, layout, scoring=scoring, interpret=interpret)
         return _on_mesh(local, layout, q, k, v, _Given(segments, scoring, None, constant))
 
@@ -341,11 +342,11 @@ def _xla(q, k, v, given: _Given, *, precision):
     return attention(q, k, v, segments, scoring=scoring, precision=precision, part=part)
 
 
-def _splash(q, k, v, given: _Given, *, precision):
+def _splash(q, k, v, given: _Given, *, precision, interpret):
     segments, scoring, part, kernel = given
     assert not isinstance(segments, Tree)
     settings: Any = {"scoring": scoring, "part": part, "precision": precision}
-    return splash.attend(kernel, q, k, v, segments, **settings)
+    return splash.attend(kernel, q, k, v, segments, interpret=interpret, **settings)
 
 
 def _cudnn(q, k, v, given: _Given, *, precision, packed, runs):

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.core.precision import Precision
-from jaxrl.models.attention import splash_gradient
+from jaxrl.models.attention import splash_forward
 from jaxrl.models.attention.blocks import Part
 from jaxrl.models.attention.scores import Scoring
-from jaxrl.models.attention.splash_gradient import Tokens, ranges, segment_ids
+from jaxrl.models.attention.splash_blocks import LANES, Settings, Tokens, fits, ranges
 from jaxrl.models.attention.tree import KEPT
 from jaxrl.models.products import named
 from jaxrl.sharding.partition import Layout
 
-LANES = 128  # of a TPU's vector unit; a device's tokens of a row must be a multiple
 # Tokens per block; the first that divides a row is used. Blocks of 1,024 cost 8 to 10 % less per
 # score on v6e and nothing less on v5p (docs/results/chips.md); in short rows they mask more.
 _BLOCKS = (1024, 512, 256, 128)
@@ -31,21 +30,22 @@ _LONGEST = 131_072
 
 def build(q: jax.Array, v: jax.Array, layout: Layout, *, scoring: Scoring, interpret: bool) -> Any:
     """Builds the kernel for queries [B, T, H, hd] and values [B, T, K, vd], of which each device
-    has its part. `interpret` runs it without a TPU, slowly. Without blocks for gradients these are
-    of one kernel, `splash_gradient`'s."""
+    has its part; None if a head of a row fits into fast memory, for which `splash_forward` has
+    kernels. `interpret` runs it without a TPU, slowly."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     length, shards = q.shape[1], layout.count("length")
     kind = layout.mesh.devices.flat[0].device_kind
+    filled = {"head_dim": _filled(q.shape[3]), "value_dim": _filled(v.shape[3])}
+    if fits(kind, queries=length // shards, keys=length, **filled):
+        return None
     block = block_size(length // shards, kind)
     if scoring.window is None:
         mask = splash.CausalMask((length, length), shard_count=shards)
     else:
         mask = splash.LocalMask((length, length), (scoring.window - 1, 0), 0, shard_count=shards)
-    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_kv"), block)
-    if not _one_kernel(q, v, layout):
-        of_gradients = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-        sizes |= dict.fromkeys(of_gradients, block)
+    of_gradients = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_kv", *of_gradients), block)
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * (q.shape[2] // layout.count("q_heads"))),
         block_sizes=splash.BlockSizes(**sizes),
@@ -54,17 +54,6 @@ def build(q: jax.Array, v: jax.Array, layout: Layout, *, scoring: Scoring, inter
         head_shards=1,
         q_seq_shards=shards,
         interpret=interpret,
-    )
-
-
-def _one_kernel(q: jax.Array, v: jax.Array, layout: Layout) -> bool:
-    """Tells if one kernel computes all gradients: if a head of a row fits into fast memory."""
-    return splash_gradient.fits(
-        layout.mesh.devices.flat[0].device_kind,
-        queries=q.shape[1] // layout.count("length"),
-        keys=q.shape[1],
-        head_dim=_filled(q.shape[3]),
-        value_dim=_filled(v.shape[3]),
     )
 
 
@@ -85,8 +74,9 @@ def attend(
     scoring: Scoring,
     part: Part | None,
     precision: Precision,
+    interpret: bool,
 ) -> jax.Array:
-    """Computes `blocks.attention` with the result of `build`, whose window and soft cap count."""
+    """Computes `blocks.attention` with the result of `build` for the same arguments."""
     # The kernel does not scale, so that keys are rounded once more than in `blocks.attention`. They
     # have fewer heads than queries.
     if scoring.scale != 1:
@@ -94,19 +84,15 @@ def attend(
     arrays = [_padded(x.astype(precision.compute)) for x in (q, k, v)]
     of_keys = segments if part is None else part.segments
     first = jnp.int32(0) if part is None else part.first
-    sizes = kernel.kwargs["block_sizes"]
-    settings = splash_gradient.Settings(
-        min(sizes.block_q, _BLOCKS[1]), scoring.window, scoring.cap, kernel.kwargs["interpret"]
-    )
+    settings = Settings(block_size(q.shape[1], ""), scoring.window, scoring.cap, interpret)
 
     def some(rows: slice) -> jax.Array:
-        queries, keys = segments[rows], of_keys[rows]
-        given = (_of_rows(kernel, queries, keys), *(_joined(x[rows]) for x in arrays))
-        tokens = Tokens(queries, keys, first)
-        if sizes.has_backward_blocks:
-            out = _attention(*given, tokens, scoring.sinks)
+        tokens = Tokens(queries := segments[rows], of_keys[rows], first)
+        given = (*(_joined(x[rows]) for x in arrays), tokens, scoring.sinks)
+        if kernel is None:
+            out = splash_forward.attention(*given, settings)
         else:
-            out = splash_gradient.attention(*given, tokens, scoring.sinks, settings)
+            out = _attention(_of_rows(kernel, queries, of_keys[rows]), *given)
         return out.reshape(len(out), *queries.shape, -1).transpose(1, 2, 0, 3)
 
     # The lists of one call have to fit into scalar memory.
@@ -123,11 +109,11 @@ def _attention(
     """Calls the kernel, and names what its backward pass needs. The kernel can name its results
     itself, but not as integers (`products.named`): what a remat policy keeps of a float passes
     through `reduce_precision`, for which libtpu 0.0.48.1 makes a pass of its own."""
-    return kernel(q, k, v, segment_ids(tokens), sinks)
+    return kernel(q, k, v, _segment_ids(tokens), sinks)
 
 
 def _forward(kernel, q, k, v, tokens, sinks):
-    inputs, ids = (q, k, v, sinks), segment_ids(tokens)
+    inputs, ids = (q, k, v, sinks), _segment_ids(tokens)
     out, backward = jax.vjp(lambda q, k, v, sinks: kernel(q, k, v, ids, sinks), *inputs)
     residuals, structure = jax.tree.flatten(backward)
     # Besides its inputs and lists of integers: its output and its log-sum-exp.
@@ -146,6 +132,13 @@ def _backward(backward, dout):
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _segment_ids(tokens: Tokens) -> Any:
+    """Returns the sequences as the kernel takes them, all rows in one."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return splash.SegmentIds(q=tokens.of_queries.reshape(-1), kv=tokens.of_keys.reshape(-1))
 
 
 def _joined(x: jax.Array) -> jax.Array:

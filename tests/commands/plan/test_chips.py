@@ -69,7 +69,7 @@ SPLASH = """
   ROOT %y = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} bitcast(%x)
 }
 
-ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], keys: bf16[8,8192,128], seen: s8[1,8,8], first: s32[1], seen_of_two: s8[1,16,8], pairs: s32[128], numbers: f32[32,1,8192], of_queries: s32[2,1,4096], of_keys: s32[2,4096,128]) -> bf16[32,4096,128] {
+ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], keys: bf16[8,8192,128], seen: s8[1,8,8], first: s32[1], seen_of_two: s8[1,16,8], pairs: s32[128], numbers: f32[32,1,8192], of_queries: s32[2,1,4096], of_keys: s32[2,4096,128], sinks: f32[32]) -> bf16[32,4096,128] {
   %q = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %k = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(1)
   %two = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} parameter(2)
@@ -81,28 +81,38 @@ ENTRY %main (q: bf16[32,4096,128], k: bf16[8,4096,128], two: bf16[32,8192,128], 
   %numbers = f32[32,1,8192]{2,1,0:T(1,128)} parameter(8)
   %of_queries = s32[2,1,4096]{2,1,0:T(1,128)} parameter(9)
   %of_keys = s32[2,4096,128]{2,1,0:T(8,128)} parameter(10)
+  %sinks = f32[32]{0} parameter(11)
   %tpu_custom_call.1 = bf16[1,32,4096,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="pallas_call"}
   %q_ref = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kLoop, calls=%reshaped, metadata={op_name="splash_mha_fwd_segmented/pallas_call/squeeze"}
   %splash_mha_fwd_segmented.1 = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   %splash_mha_fwd_segmented.2 = bf16[32,8192,128]{2,1,0:T(8,128)(2,1)} custom-call(%seen_of_two, %two, %keys, %keys), custom_call_target="tpu_custom_call"
   %splash_mha_gradients.1 = (bf16[32,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[8,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[8,8192,128]{2,1,0:T(8,128)(2,1)}) custom-call(%first, %pairs, %two, %keys, %keys, /*index=5*/%two, %numbers, %numbers, %of_queries, %of_keys), custom_call_target="tpu_custom_call"
+  %jvp_splash_mha_forward_.1 = (bf16[32,8192,128]{2,1,0:T(8,128)(2,1)}, f32[32,1,8192]{2,1,0:T(1,128)}) custom-call(%first, %pairs, %first, %sinks, %two, /*index=5*/%keys, %keys, %of_queries, %of_keys), custom_call_target="tpu_custom_call"
   %splash_mha_dkv_segmented.2 = (bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}, bf16[8,4096,128]{2,1,0:T(8,128)(2,1)}) custom-call(%seen, %q_ref, %k, %k), custom_call_target="tpu_custom_call"
   ROOT %out = bf16[32,4096,128]{2,1,0:T(8,128)(2,1)} fusion(%tpu_custom_call.1), kind=kOutput, calls=%reshaped
 }
 """  # noqa: E501
 
 
+_OF_BLOCKS = ("fwd_segmented.1", "fwd_segmented.2", "dkv_segmented.2")
+
+
 def test_only_kernels_have_a_kernels_time():
     work = {one.instruction.name: one for one in program_work(SPLASH, trips=())}
     seconds = {name: kernel_seconds(one, kind="v6e") for name, one in work.items()}
-    kernels = {"tpu_custom_call.1", *(name for name in work if name.startswith("splash"))}
+    kernels = {"tpu_custom_call.1", *(name for name in work if "splash" in name)}
     assert {name for name, found in seconds.items() if found} == kernels
     attention = {name for name, one in work.items() if is_splash(one.instruction)}
     assert attention == kernels - {"tpu_custom_call.1"}
-    forward, both_rows, at_once, apart = (seconds[name] for name in sorted(attention, key=_order))
+    forward, both_rows, apart = (seconds[f"splash_mha_{name}"] for name in _OF_BLOCKS)
     assert both_rows == 2 * forward
-    # Bundles of both rows: all gradients at once. Of a block: those of keys and values alone.
-    assert at_once * 1.751e9 == pytest.approx(64 * (28 * 1471 + 8 * 1754 + 3204), rel=1e-3)
+    # Bundles of both rows.
+    for name, of_head in (
+        ("jvp_splash_mha_forward_.1", 28 * 674 + 8 * 909 + 3187),
+        ("splash_mha_gradients.1", 28 * 1471 + 8 * 1754 + 3204),
+    ):
+        assert seconds[name] * 1.751e9 == pytest.approx(64 * of_head, rel=1e-3)
+    # Of a block: those of keys and values alone.
     assert apart / forward == pytest.approx(1409 / 981)
     multiplies = work["tpu_custom_call.1"]._replace(flops=1e15)
     assert kernel_seconds(multiplies, kind="v6e") == 1e15 / 918e12
@@ -128,7 +138,3 @@ def test_splash_takes_the_blocks_of_the_last_device(name, rows, parts):
     found = kernel_seconds(work._replace(shapes=(lists, lists, queries, keys, keys)), kind="v6e")
     seen = sum(j <= i for i in range(whole - own, whole) for j in range(whole))
     assert found / kernel_seconds(work, kind="v6e") == pytest.approx(rows * seen / 36)
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return "dkv" in name, name
