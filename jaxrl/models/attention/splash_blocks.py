@@ -48,8 +48,8 @@ def needed(queries: int, keys: int, head_dim: int, value_dim: int) -> int:
 
 
 class HeadBlocks(NamedTuple):
-    """Parts of arrays that a kernel holds while it computes one head of queries in one row. Its grid
-    is rows, heads of keys, and the queries' heads that share each."""
+    """Parts of arrays that a kernel holds while it computes one head of queries in one row. Its
+    grid is rows, heads of keys, and the queries' heads that share each."""
 
     queries: int  # tokens of a row
     keys: int
