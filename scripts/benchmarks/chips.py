@@ -23,9 +23,10 @@ class Cost(NamedTuple):
 
     seconds: float = 0.0  # estimated; without communication
     moved: float = 0.0  # bytes read from and written to the device's memory
+    least: float = 0.0  # seconds, if every instruction's products or bytes went at full rate
 
     def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
-        return Cost(self.seconds + other.seconds, self.moved + other.moved)
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def by_cause(
@@ -65,7 +66,8 @@ def by_cause(
             seconds = bound  # gathers of rows, for which the compiler has no estimate
         of_head = re.search(head, source) is not None
         cause = _cause(work, source, of_heads=of_heads, head=of_head)
-        found[cause] += Cost(seconds, moved)
+        # Attention's kernels multiply more than their text says.
+        found[cause] += Cost(seconds, moved, seconds if is_splash(one) else bound)
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
@@ -74,7 +76,8 @@ def report(found: dict[str, Cost], text: str, *, trips: Sequence[int]) -> Iterat
     total = sum(found.values(), Cost())
     for cause, cost in {**found, "total": total}.items():
         share = cost.seconds / total.seconds
-        yield f"{cause:36}{cost.seconds:8.4f} s {share:5.1%}{cost.moved / 2**30:9.1f} GiB moved"
+        moved = f"{cost.moved / 2**30:9.1f} GiB moved"
+        yield f"{cause:36}{cost.seconds:8.4f} s {share:5.1%}{moved}{cost.least:8.4f} s at full rate"
     for kind, one in collectives(text, trips=trips).items():
         yield f"{kind:36}{one.sent / 2**30:8.2f} GiB sent in {one.count}"
 
@@ -93,6 +96,8 @@ def _cause(work: Work, source: str, *, of_heads: re.Pattern[str], head: bool) ->
     if work.flops:
         if head:
             return "products of the head"
+        if "rematted_computation" in source:
+            return "products that remat repeats"
         return "products in windowed einsums" if windowed else "products of the layers"
     if windowed:
         return "windowed einsums besides products"
