@@ -1,7 +1,7 @@
 """Attention on a mesh, with the kernels available on its devices.
 
-`xla` is `blocks.attention`, which runs everywhere. `splash` is the TPU's flash attention from
-jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
+`xla` is `blocks.attention`, which runs everywhere. `splash` is flash attention for TPUs: jaxrl's
+kernels, or for longer rows those of jax.experimental.pallas. `cudnn` is NVIDIA's, see `cudnn`.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Splash: the TPU's flash attention from jax.experimental.pallas, for rows of several sequences.
 
 The kernel leaves out blocks that no query sees. Which these are is known at compile time for the
-causal mask and windows; for the sequences of a row it is found at run time (`_of_rows`).
+causal mask and windows; for the sequences of a row it is found at run time (`_of_rows`). Rows of
+which a head fits into fast memory have kernels of their own, in `splash_forward`.
 """
 
 from typing import Any

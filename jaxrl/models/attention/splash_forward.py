@@ -74,7 +74,9 @@ def _backward(settings, saved, dout):
 attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnums=5)  # without it, remat repeats the call for nothing
+# Of the calls that remat repeats, jax leaves out those of which nothing is used; a kernel's only if
+# it is inside such a function.
+@functools.partial(jax.jit, static_argnums=5)
 def _outputs(
     q: jax.Array,
     k: jax.Array,
@@ -144,14 +146,13 @@ def _kernel(first, listed, counts, starts, *refs, settings):
 
     q, k, v, of_queries, of_keys, out, logsumexp, total, largest, weights, scores, tops = refs
     block = settings.block
-    row, of_row = pallas.program_id(0), q.shape[0] // block * (k.shape[0] // block)
+    blocks, row = (q.shape[0] // block, k.shape[0] // block), pallas.program_id(0)
     start = starts[pallas.program_id(1) * pallas.num_programs(2) + pallas.program_id(2)]
 
     def numbers(n):
-        code = listed[row * of_row + n]
+        code = listed[row * blocks[0] * blocks[1] + n]
         number = lax.div(code, 4)
-        of_keys = k.shape[0] // block
-        return lax.div(number, of_keys), lax.rem(number, of_keys), lax.rem(code, 4)
+        return lax.div(number, blocks[1]), lax.rem(number, blocks[1]), lax.rem(code, 4)
 
     def begin():
         # A sink is a score of its own, which has no value.
@@ -164,8 +165,7 @@ def _kernel(first, listed, counts, starts, *refs, settings):
         products = block_product(k[within(j, block), :], q[within(i, block), :], contract=(1, 1))
         found = soft_cap(products, settings.cap)
         if masked:
-            counts = seen(i, j, first[0], of_queries, of_keys, settings)
-            found = jnp.where(counts, found, _NONE)
+            found = jnp.where(seen(i, j, first[0], of_queries, of_keys, settings), found, _NONE)
         scores[at] = found
         tops[at : at + 1, :] = jnp.max(found, axis=0, keepdims=True)
 
