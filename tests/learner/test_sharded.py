@@ -124,6 +124,7 @@ def assert_close(a, b, *, rtol):
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.MOE),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.GPT_OSS),
         ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.NEXT),
+        ("fsdp_tensor", {"fsdp": 4, "tensor": 2}, tiny.QWEN3_5),
         ("expert", {"fsdp": 2, "expert": 2, "tensor": 2}, tiny.QWEN3_5_MOE),
     ],
 )
