@@ -1,5 +1,6 @@
 """Whole runs through a real Ray of three nodes: equality, deaths, and what cannot be placed."""
 
+import functools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from ray.cluster_utils import Cluster
 
 from jaxrl.cli import main
 from jaxrl.tracking.tracker import read_metrics
+from tests.fleet.conftest import started
 from tests.processes import XLA_FLAGS
 from tests.run_config import run_arguments
 from tests.training.small_runs import write_material
@@ -48,9 +50,10 @@ def early_letters(completion, example):
 
 @pytest.fixture(scope="module")
 def cluster(patient_ray: None) -> Iterator[Cluster]:
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"L": 1}})
-    found.add_node(num_cpus=1, resources={"L": 1})
-    found.add_node(num_cpus=2)
+    one = {"num_cpus": 1, "resources": {"L": 1}}
+    found = started(lambda: Cluster(initialize_head=True, head_node_args=one))
+    for more in (one, {"num_cpus": 2}):
+        started(functools.partial(found.add_node, **more))
     yield found
     found.shutdown()
 

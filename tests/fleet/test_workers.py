@@ -23,6 +23,7 @@ from jaxrl.training.interrupt import Interrupt
 from jaxrl.training.progress import Progress
 from jaxrl.training.rollouts.collect import collect
 from jaxrl.training.rollouts.stream import Stream
+from tests.fleet.conftest import started
 from tests.fleet.served_groups import open_source, reply, write_material
 
 pytestmark = [
@@ -66,7 +67,7 @@ def costly(text, row):
 
 @pytest.fixture(scope="module")
 def cluster(patient_ray: None) -> Iterator[Cluster]:
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    found = started(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1}))
     yield found
     found.shutdown()
 
@@ -77,7 +78,7 @@ def workers(cluster, tmp_path_factory) -> Iterator[Workers]:
     directory = tmp_path_factory.mktemp("workers")
     (directory / "rewards.py").write_text(REWARDS)
     for _ in range(2):
-        cluster.add_node(num_cpus=1, resources={"worker": 1})
+        started(lambda: cluster.add_node(num_cpus=1, resources={"worker": 1}))
     try:
         found = connect(namespace="test", address=cluster.address)
         made = [
