@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.core import blocks
+from jaxrl.core.half_bits import with_its_bits
 from jaxrl.core.precision import Precision
 from jaxrl.models.attention.scores import Scoring
 from jaxrl.models.components import Group
@@ -167,7 +168,8 @@ class LayerContext(NamedTuple):
             return precision.rounded(embedded, "embedding")
         scale = jnp.asarray(self.config.hidden_size**0.5, precision.compute)
         wide = embedded.astype(precision.accumulate) * scale.astype(precision.accumulate)
-        return precision.rounded(wide, "embedding")
+        stream = precision.rounded(wide, "embedding")
+        return with_its_bits(stream) if precision.sums == "fixed" else stream
 
 
 OWN = "own"

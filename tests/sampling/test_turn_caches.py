@@ -102,7 +102,10 @@ def test_only_what_is_new_is_computed(config, computed):
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(tiny.CONFIG, "fp32"), (tiny.CONFIG, "bf16_master"), (tiny.GPT_OSS, "fp16_master")],
+    [
+        *((tiny.CONFIG, "fp32"), (tiny.CONFIG, "bf16_master")),
+        *((one, "fp16_master") for one in (tiny.GPT_OSS, tiny.GEMMA)),
+    ],
     ids=lambda x: getattr(x, "model_type", x),
 )
 def test_fixed_sums_with_kept_beginning(config, name, computed):
