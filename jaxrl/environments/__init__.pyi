@@ -32,6 +32,7 @@ from .episodes.single_turn import (
 )
 from .episodes.tool_chat import ToolChat as ToolChat
 from .gateway.dialect import (
+    SamplingRequest as SamplingRequest,
     TurnAnswer as TurnAnswer,
     TurnRefusedError as TurnRefusedError,
     TurnRequest as TurnRequest,
