@@ -1,4 +1,5 @@
-"""Half-precision arrays as integers, for code that only moves them.
+"""Arrays as integers of the same bits: of half precision for code that only moves them, and any
+where the compiler must not look behind a rounding.
 
 XLA on CPU slices and updates bf16 arrays by way of f32: updating one slot of a cache would convert
 the whole cache twice. Integers are not converted, and the bitcast is free on every backend.
@@ -23,12 +24,13 @@ def from_bits(x: jax.Array, dtype: DType) -> jax.Array:
 
 @jax.custom_jvp
 def with_its_bits(x: jax.Array) -> jax.Array:
-    """Returns the same array. XLA on CPU may compute on with what an array of 16 bits was before it
-    was rounded, if both are in one loop; what reads this result gets the rounded numbers."""
-    if x.dtype.itemsize != 2:
-        return x
+    """Returns the same array of floats. XLA on CPU may compute on with what a number was before it
+    was rounded, if both are in one loop: it adds a product by a fused multiply-add in one program
+    and not in another. What reads this result gets the rounded numbers."""
+    bits = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
     # 0, or 1 in NaN, which stays NaN: the compiler has to look at the bits.
-    return from_bits(to_bits(x) | (x != x).astype(jnp.uint16), x.dtype)
+    found = lax.bitcast_convert_type(x, bits) | (x != x).astype(bits)
+    return lax.bitcast_convert_type(found, x.dtype)
 
 
 @with_its_bits.defjvp

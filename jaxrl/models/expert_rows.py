@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl.core.half_bits import with_its_bits
 from jaxrl.core.precision import Precision
 from jaxrl.models.products import OUTPUT, grouped_product, named
 
@@ -59,7 +60,7 @@ def _project_backward(precision, residuals, dy):
         for d, matrix in zip(dy, matrices, strict=True)
     ]
     # A token's gradient sums over its experts, so it needs more than 8 or 11 bits of mantissa.
-    dx = added(d.astype(precision.accumulate) for each in gradients for d in each)
+    dx = added((d.astype(precision.accumulate) for each in gradients for d in each), precision)
     dmatrices = tuple(
         product(d, rows, contract=(0, 0), group=(), result=matrix.dtype)
         for d, matrix in zip(dy, matrices, strict=True)
@@ -89,8 +90,8 @@ def _combine_forward(x, weights, matrix, order, precision):
         x, matrix, order.sizes, contract=(1, 2), precision=precision, result=precision.activations
     )
     each = zip(_of_tokens(y, order), weights.T, strict=True)
-    total = added(y.astype(precision.accumulate) * weight[:, None] for y, weight in each)
-    return total, (x, weights, matrix, order)
+    parts = (y.astype(precision.accumulate) * weight[:, None] for y, weight in each)
+    return added(parts, precision), (x, weights, matrix, order)
 
 
 def _combine_backward(precision, residuals, dy):
@@ -123,8 +124,11 @@ def combine(
     return _combine(x, weights.astype(precision.accumulate), matrix, order, precision)
 
 
-def added(parts: Iterable[jax.Array]) -> jax.Array:
-    """Adds arrays in order; the order of XLA's sum varies with shapes."""
+def added(parts: Iterable[jax.Array], precision: Precision) -> jax.Array:
+    """Adds arrays in order; the order of XLA's sum varies with shapes. With fixed sums each is
+    rounded before it is added."""
+    if precision.sums == "fixed":
+        parts = map(with_its_bits, parts)
     return functools.reduce(jnp.add, parts)
 
 

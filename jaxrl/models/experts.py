@@ -185,7 +185,7 @@ def _mixture(x, experts, weights, numbers, units, *, own, context):
     y = rows.combine(hidden, weights, own["expert_down"], order, precision)
     if "expert_down_bias" in own:
         each = (bias("expert_down", here[:, i]) * weights[:, i, None] for i in range(chosen))
-        y = y + rows.added(each)
+        y = y + rows.added(each, precision)
     return y.reshape(1, 1, *shape, x.shape[-1])
 
 

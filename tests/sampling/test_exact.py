@@ -177,7 +177,8 @@ BOUNDS = {"fp32": 2e-6, "bf16_master": 4e-3, "fp16_master": 1.8e-3}
 
 # What the other families add does not depend on the dtypes: one each.
 IN_ALL = ("qwen3", "qwen3_moe")
-ANOTHER = {"qwen2": "fp16_master"} | dict.fromkeys(("llama", "mistral", "qwen3_next"), "fp32")
+IN_F32 = ("llama", "mistral", "qwen3_next", "gpt_oss")
+ANOTHER = {"qwen2": "fp16_master"} | dict.fromkeys(IN_F32, "fp32")
 PAIRS = [(family, name) for family in IN_ALL for name in BOUNDS]
 PAIRS += [(f, ANOTHER.get(f, "bf16_master")) for f in FAMILIES if f not in IN_ALL]
 PAIRS += [("deepseek_v3", "bf16_master,latent=absorbed")]
