@@ -27,7 +27,7 @@ def with_its_bits(x: jax.Array) -> jax.Array:
     """Returns the same array of floats. XLA on CPU may compute on with what a number was before it
     was rounded, if both are in one loop: it adds a product by a fused multiply-add in one program
     and not in another. What reads this result gets the rounded numbers."""
-    bits = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     # 0, or 1 in NaN, which stays NaN: the compiler has to look at the bits.
     found = lax.bitcast_convert_type(x, bits) | (x != x).astype(bits)
     return lax.bitcast_convert_type(found, x.dtype)
